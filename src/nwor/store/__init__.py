@@ -1,0 +1,1 @@
+"""Stores: how rows are moved, where they are staged, which pages lie over which."""

@@ -1,0 +1,87 @@
+"""The numba row mover: one compiled loop and no gather buffer. CPU only, chosen explicitly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+from torch import Tensor
+
+from nwor.errors import InputError
+from nwor.layout import KVRows
+from nwor.store.chunks import Chunks, as_bits, chunk_pair
+from nwor.store.movers import Move, both, check_pair
+
+
+def bind_numba(src: KVRows, dst: KVRows) -> Move:
+    """Bind the compiled mover.
+
+    Raises:
+        InputError: the rows are not on the CPU.
+        TensorMismatchError: source and destination rows differ.
+    """
+    check_pair(src, dst)
+    if dst.device.type != "cpu":
+        raise InputError(f"mover 'numba' moves rows on the CPU, these are on {dst.device}")
+    return both(_bind_view(src.key, dst.key), _bind_view(src.value, dst.value))
+
+
+def _bind_view(src: Tensor, dst: Tensor) -> Move:
+    src, dst = as_bits(src), as_bits(dst)
+    pair = chunk_pair(src, dst)
+    return _chunk_move(*pair) if pair else _strided_move(src, dst)
+
+
+def _chunk_move(src: Chunks, dst: Chunks) -> Move:
+    words, home = src.words.numpy(), dst.words.numpy()
+    lanes, home_lanes = src.lanes.numpy(), dst.lanes.numpy()
+
+    def move(src_slots: Tensor, dst_slots: Tensor) -> None:
+        take, put = src.rows_of(src_slots).numpy(), dst.rows_of(dst_slots).numpy()
+        _copy_chunks(words, home, lanes, home_lanes, take, put)
+
+    return move
+
+
+def _strided_move(src: Tensor, dst: Tensor) -> Move:
+    rows, home = src.numpy(), dst.numpy()
+
+    def move(src_slots: Tensor, dst_slots: Tensor) -> None:
+        _copy_elements(rows, home, src_slots.numpy(), dst_slots.numpy())
+
+    return move
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _copy_chunks(  # pragma: no cover - compiled
+    src: Any,  # noqa: ANN401 - numpy arrays of whichever word fits
+    dst: Any,  # noqa: ANN401
+    src_lanes: Any,  # noqa: ANN401
+    dst_lanes: Any,  # noqa: ANN401
+    take: Any,  # noqa: ANN401
+    put: Any,  # noqa: ANN401
+) -> None:
+    words = src.shape[1]
+    for lane in range(src_lanes.shape[0]):
+        for i in range(take.shape[0]):
+            a, b = src_lanes[lane] + take[i], dst_lanes[lane] + put[i]
+            for word in range(words):
+                dst[b, word] = src[a, word]
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _copy_elements(  # pragma: no cover - compiled
+    src: Any,  # noqa: ANN401
+    dst: Any,  # noqa: ANN401
+    src_slots: Any,  # noqa: ANN401
+    dst_slots: Any,  # noqa: ANN401
+) -> None:
+    layers, _, src_page, heads, dim = src.shape
+    dst_page = dst.shape[2]
+    for layer in range(layers):
+        for i in range(src_slots.shape[0]):
+            a, b = src_slots[i] // src_page, dst_slots[i] // dst_page
+            c, d = src_slots[i] - a * src_page, dst_slots[i] - b * dst_page
+            for head in range(heads):
+                for element in range(dim):
+                    dst[layer, b, d, head, element] = src[layer, a, c, head, element]

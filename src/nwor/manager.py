@@ -136,9 +136,11 @@ class DeferredWriteManager:
             self.metrics.windows += self._mode is Mode.IMMEDIATE
             return False
         generation = self._windows.next_generation()
-        if not len(num_draft_tokens) or (rows is None and not sum(num_draft_tokens)):
+        if not len(num_draft_tokens):
             return False
         drafts = WindowRows.drafts(num_draft_tokens)
+        if rows is None and not drafts.num_rows:
+            return False
         if rows is not None and rows.num_drafts != drafts.num_drafts:
             raise RowCountError(
                 f"num_draft_tokens {list(drafts.num_drafts)}, but rows of {list(rows.num_drafts)}"

@@ -59,7 +59,7 @@ class _Chunk:
     slots: _Mapping
     k_scale: Tensor | None
     v_scale: Tensor | None
-    versions: tuple[int, int]
+    versions: tuple[int, int] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +222,9 @@ class WriterWindow(Window):
         if self._hold is Hold.COPY:
             key = self._memory.hold(layer, "key", start, key, limit)
             value = self._memory.hold(layer, "value", start, value, limit)
-        versions = version(key), version(value)
+            versions = None
+        else:
+            versions = version(key), version(value)
         return _Chunk(key, value, mapping, rows.k_scale, rows.v_scale, versions)
 
     def _check_staged(self, plan: CommitPlan) -> None:
@@ -333,12 +335,19 @@ def _check_same(layer: _Layer, rows: LayerRows, count: int) -> None:
     axes = axes_of(rows, count)
     if axes != layer.axes:
         raise ScaleError(f"layer {layer.name!r}: scale axes {axes}, its first rows {layer.axes}")
+    for a, b, axis in (
+        (rows.k_scale, first.k_scale, axes[0]),
+        (rows.v_scale, first.v_scale, axes[1]),
+    ):
+        if a is b or a is None or b is None or axis is ScaleAxis.TOKEN or torch.equal(a, b):
+            continue
+        raise ScaleError(f"layer {layer.name!r}: scale {a}, its first rows had {b}")
 
 
 def _check_untouched(layer: _Layer) -> None:
-    """See that nobody has overwritten the rows a chunk refers to."""
+    """See that nobody has overwritten the tensors that `Hold.REFERENCE` refers to."""
     for chunk in layer.chunks:
-        if (version(chunk.key), version(chunk.value)) != chunk.versions:
+        if chunk.versions not in (None, (version(chunk.key), version(chunk.value))):
             raise StageError(
                 f"layer {layer.name!r}: staged K/V was overwritten before the commit; "
                 "hold rows with hold='copy'"

@@ -11,8 +11,8 @@ FORBIDDEN = ("triton", "transformers", "vllm", "numba")
 SOURCE = Path(nwor.__file__).parent
 # Every module of the core may import those before it, none after.
 ORDER = [
-    "errors", "tensors", "layout", "slots", "scales", "window_rows", "acceptance", "plan",
-    "metrics", "reference", "store", "window", "writers", "writer_window", "cache", "manager",
+    "errors", "tensors", "layout", "slots", "scales", "window_rows", "acceptance", "plan", "metrics",
+    "reference", "store", "window", "writers", "layer_memory", "writer_window", "cache", "manager",
 ]  # fmt: skip
 
 

@@ -147,6 +147,25 @@ def test_moves_within_one_store(mover: str) -> None:
     assert expected.equals(store)
 
 
+@pytest.mark.parametrize("mover", MOVERS)
+def test_key_and_value_interleaved_without_runs(mover: str) -> None:
+    """K and V alike in one block, dims strided: neither runs of a row, nor layers in a row."""
+
+    def build() -> KVRows:
+        block = torch.zeros(3, 4, 2, 2, 8, 4, dtype=torch.int16)  # layer, page, kv, head, dim, row
+        views = block.permute(2, 0, 1, 5, 3, 4)
+        return KVRows(views[0], views[1])
+
+    src, dst, twin = build(), build(), build()
+    src.key.copy_(torch.arange(src.key.numel()).view(src.key.shape))
+    src.value.copy_(-src.key)
+    rows, slots = torch.tensor([15, 0, 6]), torch.tensor([3, 4, 14])
+    get_mover(mover)(src, dst)(rows, slots)
+    reference.move_rows(src, twin, rows, slots)
+    assert Snapshot.of(twin).equals(dst)
+    assert dst.key.any()
+
+
 def test_mixed_shapes_of_key_and_value() -> None:
     """dk != dv."""
     key = torch.zeros(2, 3, 4, 1, 8)

@@ -19,12 +19,13 @@ from nwor.errors import (
     StaleWindowError,
     WindowOpenError,
 )
+from nwor.layer_memory import LayerMemory
 from nwor.layout import KVRows, Layout
 from nwor.metrics import FallbackReason, Metrics
 from nwor.scales import ScaleAxis
 from nwor.window import WindowSequence
 from nwor.window_rows import WindowRows
-from nwor.writer_window import LayerMemory, WriterWindow
+from nwor.writer_window import WriterWindow
 from nwor.writers import Hold, LayerRows, Writer
 
 

@@ -52,8 +52,8 @@ def random_rows(rows: int, heads: int, dim: int, dtype: torch.dtype, seed: int) 
 
 
 def bits(view: Tensor) -> Tensor:
-    """Return a copy of a view as bytes ``[…, itemsize]``: NaN equals itself there."""
-    return view.contiguous().view(torch.uint8)
+    """Return a copy of a view's bytes, flat: NaN equals itself there."""
+    return view.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -160,7 +160,7 @@ _SYNCS = (
 )
 
 
-class ForbidSync(TorchDispatchMode):
+class ForbidSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails on ops that would make a device wait for the host, on any device.
 
     Reading a value (`.item()`, `.tolist()`, `if tensor:`) and shapes that depend on data are such
@@ -176,7 +176,7 @@ class ForbidSync(TorchDispatchMode):
     ) -> object:
         """Refuse syncs, run everything else."""
         del types
-        name = func.name().split(".")[0]
+        name = str(func.name()).split(".")[0]  # type: ignore[no-untyped-call]
         if name in _SYNCS:
             raise AssertionError(f"{name} would sync with the device")
         return func(*args, **(kwargs or {}))

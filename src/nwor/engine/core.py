@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nwor.cache import TransactionalCache
-from nwor.engine.drafters import Drafter, NoDrafter, Proposal
-from nwor.engine.options import MAX_DRAFT_TOKENS, Mode, Options
+from nwor.engine.drafters import Drafter, EngineSizes, NoDrafter, Proposal
+from nwor.engine.options import MAX_DRAFT_TOKENS, Options
 from nwor.engine.request import FinishReason, Request
 from nwor.engine.runner import Runner
 from nwor.engine.sampling import (
@@ -40,6 +40,7 @@ from nwor.engine.stats import EngineStats
 from nwor.engine.step import Segment, Sink
 from nwor.engine.stopping import Cut, Decoder, Stopper
 from nwor.errors import InputError, StateError
+from nwor.manager import Mode
 from nwor.metrics import Metrics, Written
 from nwor.window_rows import WindowRows
 
@@ -96,7 +97,6 @@ class Engine:
         self.mode = Mode.parse(mode)
         _check_sizes(model, max_batch, max_length, max_draft, prefill_chunk)
         self.max_length, self.max_draft = max_length, max_draft
-        self.drafter = drafter if drafter is not None else NoDrafter()
         self.stats, self.metrics = EngineStats(), Metrics()
         self._prefill_chunk = prefill_chunk
         self.runner = Runner(model)
@@ -110,6 +110,14 @@ class Engine:
             metrics=self.metrics,
             poison=poison,
         )
+        self.drafter = drafter if drafter is not None else NoDrafter()
+        try:
+            self.drafter.bind(
+                EngineSizes(max_batch, max_length, max_draft, self.runner.vocab_size)
+            )
+        except BaseException:
+            self.runner.close()
+            raise
         self._free = list(range(max_batch))
         self._running = False
 
@@ -311,9 +319,8 @@ class Engine:
         step: Callable[[Sink], tuple[list[Verdict], list[Cut]]],
     ) -> tuple[list[Verdict], list[Cut]]:
         """Run a verify step and make exactly the accepted rows durable."""
-        num_drafts = [s.length - 1 for s in segments]
         if self.mode is Mode.STAGE:
-            rows = WindowRows.step(num_drafts)
+            rows = WindowRows.step([s.length - 1 for s in segments])
             with self.cache.begin(rows, slots_of(self.store, segments)) as window:
                 verdicts, cuts = step(Stage(window))
                 kept, truncated = _accepted(verdicts, cuts)
@@ -322,15 +329,9 @@ class Engine:
         wrote = Written()
         verdicts, cuts = step(WriteThrough(self.store, segments, wrote))
         if self.mode is Mode.IMMEDIATE:
-            kept, truncated = _accepted(verdicts, cuts)
-            self.metrics.count_commit(
-                drafts=sum(num_drafts),
-                committed=sum(kept),
-                bonus=len(kept),
-                truncated=truncated,
-                staged=wrote,
-                wrote=wrote,
-            )
+            self.metrics.windows += 1
+            self.metrics.rows_written += wrote.rows
+            self.metrics.bytes_written += wrote.bytes
         return verdicts, cuts
 
     def _emit(self, request: Request, run: list[int], drafts: int, cut: Cut) -> TokenRun:

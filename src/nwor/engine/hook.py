@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from nwor.errors import NoWindowError
+from nwor.errors import NoWindowError, StateError
 
 STEP_ARGUMENT = "nwor_step"
 ATTENTION = "nwor"
@@ -78,9 +78,15 @@ def register() -> None:
 
 @contextmanager
 def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let `model` use the attention called `name`, and give the previous one back."""
+    """Let `model` use the attention called `name`, and give the previous one back.
+
+    Raises:
+        StateError: another engine holds the model.
+    """
     register()
     before = model.config._attn_implementation  # noqa: SLF001 - there is no public getter
+    if before in (ATTENTION, PROBE):
+        raise StateError("another nwor engine holds this model: close it first")
     model.set_attn_implementation(name)
     try:
         yield

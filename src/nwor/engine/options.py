@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
-from nwor.errors import InputError, ModeError
+from nwor.errors import InputError
 
 MAX_DRAFT_TOKENS = 64
-
-
-class Mode(StrEnum):
-    """How drafted rows reach the durable store."""
-
-    OFF = "off"
-    """Written through; no windows, nothing counted."""
-    IMMEDIATE = "immediate"
-    """Written through, windows counted: the control group."""
-    STAGE = "stage"
-    """Staged; one commit writes the accepted rows."""
-
-    @classmethod
-    def parse(cls, name: str) -> Mode:
-        """Return the mode called `name`.
-
-        Raises:
-            ModeError: there is none.
-        """
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(mode.value for mode in cls)
-            raise ModeError(f"unknown mode {name!r}; known modes: {known}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from nwor.engine.errors import UnsupportedModelError
 from nwor.engine.hook import ATTENTION, STEP_ARGUMENT, attention_of
 from nwor.engine.probe import LayerSpec, probe_layers
 from nwor.engine.sinks import WriteThrough
-from nwor.engine.step import Segment, Sink, Step
+from nwor.engine.step import Earlier, Segment, Sink, Step
 from nwor.engine.store import DurableStore
 from nwor.metrics import Written
 
@@ -72,6 +72,7 @@ class Runner:
         segments: Sequence[Segment],
         sink: Sink,
         keep: Sequence[int] | None = None,
+        earlier: Earlier | None = None,
     ) -> Tensor:
         """Run one step.
 
@@ -81,6 +82,7 @@ class Runner:
             segments: whose they are.
             sink: where their rows go.
             keep: rows whose logits are wanted; None for all.
+            earlier: rows that are staged already, see `Step`.
 
         Returns:
             Logits ``[rows kept, vocab]`` in the model's dtype.
@@ -90,7 +92,7 @@ class Runner:
         positions = torch.tensor(
             [[p for s in segments for p in range(s.start, s.start + s.length)]], device=device
         )
-        call: dict[str, object] = {STEP_ARGUMENT: Step(store, segments, sink)}
+        call: dict[str, object] = {STEP_ARGUMENT: Step(store, segments, sink, earlier)}
         rows = None if keep is None else torch.tensor(list(keep), device=device)
         if self._cuts_logits and rows is not None:
             call["logits_to_keep"] = rows

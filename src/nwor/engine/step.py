@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nwor.attention import Partial, Visibility, attend, fold_heads, merge, unfold_heads
+from nwor.cache import RowWindow
 from nwor.engine.probe import scale_of
 from nwor.engine.store import DurableStore, Group, LayerRows
 
@@ -31,13 +32,35 @@ class Segment:
 
     Attributes:
         page: the request's page in the durable store.
-        start: position of its first row: the number of its durable rows.
+        start: position of its first row.
         length: its rows in this step.
+        staged: rows before the first that are staged in the open window, not durable.
     """
 
     page: int
     start: int
     length: int
+    staged: int = 0
+
+    @property
+    def durable(self) -> int:
+        """Durable rows the request has."""
+        return self.start - self.staged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Earlier:
+    """Rows that earlier forwards of the same window have staged: a drafter's chain grows in steps.
+
+    Attributes:
+        window: the open window.
+        rows: int64 ``[requests * count]``, rows of the window, request after request.
+        count: rows of each request.
+    """
+
+    window: RowWindow
+    rows: Tensor
+    count: int
 
 
 class Sink(Protocol):
@@ -108,10 +131,17 @@ class Step:
         store: the durable rows that are read.
         segments: rows of each request, in batch order.
         sink: where new rows go.
+        earlier: rows of these requests that are staged already; segments are then of one length.
     """
 
-    def __init__(self, store: DurableStore, segments: Sequence[Segment], sink: Sink) -> None:
-        self._store, self._sink = store, sink
+    def __init__(
+        self,
+        store: DurableStore,
+        segments: Sequence[Segment],
+        sink: Sink,
+        earlier: Earlier | None = None,
+    ) -> None:
+        self._store, self._sink, self._earlier = store, sink, earlier
         self._device = next(iter(store.groups.values())).rows.device
         self.segments = segments
         self._blocks = self._split(segments)
@@ -163,6 +193,8 @@ class Step:
         sinks: Tensor | None,
     ) -> Tensor:
         q, k, v = block.take(query), block.take(key), block.take(value)
+        if self._earlier is not None:
+            k, v = _with_earlier(self._earlier, layer, k, v)
         heads, kv_heads = q.shape[1], k.shape[1]
         fold = block.short and heads != kv_heads
         copies = heads // kv_heads if fold else 1
@@ -170,7 +202,13 @@ class Step:
         if fold:
             q = fold_heads(q, kv_heads)
         staged = attend(
-            q, k, v, scale=scale, visibility=own, causal=own is None and block.width > 1, softcap=softcap
+            q,
+            k,
+            v,
+            scale=scale,
+            visibility=own,
+            causal=own is None and block.width > 1,
+            softcap=softcap,
         )
         durable = _read(layer, reads, q, scale, softcap)
         if fold:
@@ -184,9 +222,25 @@ class Step:
         """What a block reads of a group's layers: worked out by the first of them."""
         known = self._plans.get((at, group.name))
         if known is None:
-            known = _durable_reads(block, group, copies, dtype), _own_rows(block, group, copies, dtype)
+            earlier = self._earlier.count if self._earlier else 0
+            known = (
+                _durable_reads(block, group, copies, dtype),
+                _own_rows(block, group, copies, earlier, dtype),
+            )
             self._plans[at, group.name] = known
         return known
+
+
+def _with_earlier(
+    earlier: Earlier, layer: LayerRows, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Put the rows staged before this forward in front of ``[requests, kv_heads, width, dim]``."""
+    staged = earlier.window.staged(layer.group.name, layer.index)
+    before = [
+        rows.index_select(0, earlier.rows).unflatten(0, (-1, earlier.count)).transpose(1, 2)
+        for rows in staged
+    ]
+    return torch.cat((before[0], key), 2), torch.cat((before[1], value), 2)
 
 
 def _unfolded(part: Partial, heads: int, rows: int) -> Partial:
@@ -223,12 +277,12 @@ def _durable_reads(block: _Block, group: Group, copies: int, dtype: torch.dtype)
     first = 0
     while first < len(segments):
         head = segments[first]
-        rows = min(head.start, group.capacity)
+        rows = min(head.durable, group.capacity)
         last = first + 1
         while (
             last < len(segments)
             and segments[last].page == head.page + last - first
-            and min(segments[last].start, group.capacity) == rows
+            and min(segments[last].durable, group.capacity) == rows
         ):
             last += 1
         visibility = _durable_visibility(segments[first:last], block.width, rows, group, copies, dtype)
@@ -251,22 +305,24 @@ def _durable_visibility(
         return None
     device = group.rows.device
     start = torch.tensor([s.start for s in segments], device=device)[:, None, None]
-    slot = torch.arange(rows, device=device)
-    position = start - 1 - (start - 1 - slot) % group.capacity
+    newest = torch.tensor([s.durable - 1 for s in segments], device=device)[:, None, None]
+    position = newest - (newest - torch.arange(rows, device=device)) % group.capacity
     query = start + torch.arange(width, device=device)[:, None]
     visible = query - position < window
     return Visibility.of(visible.repeat(1, copies, 1).unsqueeze(1), dtype)
 
 
-def _own_rows(block: _Block, group: Group, copies: int, dtype: torch.dtype) -> Visibility | None:
-    """Say which of the step's rows each row sees; None where plain causal attention says it."""
+def _own_rows(
+    block: _Block, group: Group, copies: int, earlier: int, dtype: torch.dtype
+) -> Visibility | None:
+    """Say which staged rows each row sees; None where plain causal attention says it."""
     width, window = block.width, group.window
-    windowed = window is not None and width > window
-    if width == 1 or (copies == 1 and not windowed):
+    windowed = window is not None and earlier + width > window
+    if not windowed and (width == 1 or (copies == 1 and not earlier)):
         return None
-    row = torch.arange(width, device=group.rows.device)
-    distance = row[:, None] - row[None, :]
+    row = torch.arange(earlier + width, device=group.rows.device)
+    distance = row[earlier:, None] - row[None, :]
     visible = distance >= 0
-    if windowed:
+    if window is not None:
         visible &= distance < window
     return Visibility.of(visible.repeat(copies, 1), dtype)

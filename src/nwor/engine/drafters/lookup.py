@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nwor.engine.drafters.base import Proposal
+from nwor.engine.drafters.base import Drafter, Proposal
 from nwor.engine.request import Request
 from nwor.errors import InputError
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Proposes what followed an earlier occurrence of the last n tokens.
 
     Longer matches win. Among equally long ones the latest that has a full continuation wins, else the
@@ -39,9 +39,6 @@ class PromptLookup:
                 for request, limit in zip(requests, limits, strict=True)
             ]
         )
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
 
 def continuation(

@@ -42,6 +42,7 @@ _COMMON = {
     "head_dim": 8,
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.4,
+    "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -79,11 +80,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt-neox": GPTNeoXConfig(**_COMMON),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=CONTEXT,
-        initializer_range=0.4, bos_token_id=1, eos_token_id=None,
+        initializer_range=0.4, tie_word_embeddings=False, bos_token_id=1, eos_token_id=None,
     ),
     "opt": OPTConfig(
         vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=CONTEXT, word_embed_proj_dim=32, init_std=0.4,
+        max_position_embeddings=CONTEXT, word_embed_proj_dim=32, init_std=0.4, tie_word_embeddings=False,
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     ),
 }  # fmt: skip

@@ -289,6 +289,9 @@ class Engine:
             runs.append(self._emit(request, run, min(verdict.accepted, cut.length), cut))
         kept = [_kept(v, c) for v, c in zip(verdicts, cuts, strict=True)]
         self.stats.count_step([len(d) for d in drafts], kept, sum(c.length for c in cuts))
+        self.stats.peak_durable_bytes = max(
+            self.stats.peak_durable_bytes, self.store.durable_bytes([r.durable for r in active])
+        )
         self.stats.decode_seconds += time.perf_counter() - began
         yield from runs
 

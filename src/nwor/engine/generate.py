@@ -29,6 +29,7 @@ class Chunk:
     Attributes:
         index: place of the prompt in the call.
         text: text that has become certain; empty without a tokenizer.
+        drafted_text: its leading part that accepted drafts make up.
         token_ids: tokens.
         drafts: how many of them, from the first on, were accepted drafts.
         finish_reason: why the prompt ends with them, None if it goes on.
@@ -36,6 +37,7 @@ class Chunk:
 
     index: int
     text: str
+    drafted_text: str
     token_ids: tuple[int, ...]
     drafts: int
     finish_reason: FinishReason | None
@@ -128,8 +130,11 @@ class Stream:
         output.drafted += [at < run.drafts for at in range(len(run.tokens))]
         if finish is not None:
             output.finish_reason = finish
-        piece = text.push(run.tokens, final=finish is not None) if text else ""
-        return Chunk(index, piece, tuple(run.tokens), run.drafts, finish)
+        drafted = piece = ""
+        if text is not None:
+            drafted = text.push(run.tokens[: run.drafts])
+            piece = text.push(run.tokens[run.drafts :], final=finish is not None)
+        return Chunk(index, drafted + piece, drafted, tuple(run.tokens), run.drafts, finish)
 
     @property
     def stats(self) -> EngineStats:

@@ -25,7 +25,6 @@ class TextStream:
         self._from = self._read = 0
         self._held = ""
         self._ended = False
-        self._hold = max((len(stop) for stop in stops), default=1) - 1
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
         """Add tokens; return the text that is certain now."""
@@ -47,9 +46,16 @@ class TextStream:
         if self._ended or final:
             self._held = ""
             return cut
-        keep = len(cut) - self._hold if self._hold else len(cut)
-        ready, self._held = cut[: max(keep, 0)], cut[max(keep, 0) :]
-        return ready
+        keep = len(cut) - _possible_stop(cut, self._stops)
+        self._held = cut[keep:]
+        return cut[:keep]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(list(ids), skip_special_tokens=True) if ids else ""
+
+
+def _possible_stop(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that a stop string may start with."""
+    return max(
+        (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+    )

@@ -1,5 +1,6 @@
 """Tiny seeded models of many architectures, and what stock transformers generates with them."""
 
+import copy
 from functools import cache
 
 import torch
@@ -94,7 +95,7 @@ def build(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Build a float32 model with seeded weights; norms, biases and sinks are not left trivial."""
     torch.manual_seed(seed)
     # The plain implementation knows softcaps and sinks, which sdpa ignores or refuses.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name:

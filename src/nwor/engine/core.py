@@ -45,6 +45,9 @@ from nwor.metrics import Metrics, Written
 from nwor.window_rows import WindowRows
 
 
+_DEFAULT_LENGTH = 2048
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRun:
     """Tokens that one step emitted for one request.
@@ -70,7 +73,7 @@ class Engine:
         drafter: guesses tokens; None never drafts.
         mode: ``off``, ``immediate`` or ``stage``, see `Mode`.
         max_batch: requests that run at a time.
-        max_length: longest sequence, prompt included.
+        max_length: longest sequence, prompt included; None: 2048, or the model's context if shorter.
         max_draft: most drafts per request and window.
         prefill_chunk: most prompt tokens per forward.
         mover: row mover of the commit, see `nwor.store.movers`.
@@ -88,38 +91,36 @@ class Engine:
         drafter: Drafter | None = None,
         mode: str = "stage",
         max_batch: int = 8,
-        max_length: int = 2048,
+        max_length: int | None = None,
         max_draft: int = 4,
         prefill_chunk: int = 512,
         mover: str = "torch",
         poison: bool = False,
     ) -> None:
         self.mode = Mode.parse(mode)
-        _check_sizes(model, max_batch, max_length, max_draft, prefill_chunk)
-        self.max_length, self.max_draft = max_length, max_draft
+        length = _checked_sizes(model, max_batch, max_length, max_draft, prefill_chunk)
+        self.max_length, self.max_draft = length, max_draft
+        self.drafter = drafter if drafter is not None else NoDrafter()
         self.stats, self.metrics = EngineStats(), Metrics()
         self._prefill_chunk = prefill_chunk
+        self._free = list(range(max_batch))
+        self._running = False
         self.runner = Runner(model)
-        self.store = self.runner.new_store(pages=max_batch, max_length=max_length, spare=max_draft)
-        if poison:
-            self.store.poison()
-        self.cache = TransactionalCache(
-            {name: group.rows for name, group in self.store.groups.items()},
-            max_rows=max_batch * (max_draft + 1),
-            mover=mover,
-            metrics=self.metrics,
-            poison=poison,
-        )
-        self.drafter = drafter if drafter is not None else NoDrafter()
         try:
-            self.drafter.bind(
-                EngineSizes(max_batch, max_length, max_draft, self.runner.vocab_size)
+            self.store = self.runner.new_store(pages=max_batch, max_length=length, spare=max_draft)
+            self.cache = TransactionalCache(
+                {name: group.rows for name, group in self.store.groups.items()},
+                max_rows=max_batch * (max_draft + 1),
+                mover=mover,
+                metrics=self.metrics,
+                poison=poison,
             )
+            self.drafter.bind(EngineSizes(max_batch, length, max_draft, self.runner.vocab_size))
         except BaseException:
             self.runner.close()
             raise
-        self._free = list(range(max_batch))
-        self._running = False
+        if poison:
+            self.store.poison()
 
     @property
     def free_pages(self) -> int:
@@ -356,17 +357,27 @@ class Engine:
         self.close()
 
 
-def _check_sizes(
-    model: PreTrainedModel, max_batch: int, max_length: int, max_draft: int, prefill_chunk: int
-) -> None:
-    for name, value in (("max_batch", max_batch), ("max_length", max_length), ("prefill_chunk", prefill_chunk)):
+def _checked_sizes(
+    model: PreTrainedModel,
+    max_batch: int,
+    max_length: int | None,
+    max_draft: int,
+    prefill_chunk: int,
+) -> int:
+    """Return the longest sequence, or say which size is out of range."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = min(_DEFAULT_LENGTH, context or _DEFAULT_LENGTH) if max_length is None else max_length
+    sizes = {"max_batch": max_batch, "max_length": length, "prefill_chunk": prefill_chunk}
+    for name, value in sizes.items():
         if value < 1:
             raise InputError(f"{name} must be at least 1, got {value}")
     if not 0 <= max_draft <= MAX_DRAFT_TOKENS:
         raise InputError(f"max_draft must be 0…{MAX_DRAFT_TOKENS}, got {max_draft}")
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and max_length > context:
-        raise InputError(f"sequences of {max_length} tokens do not fit the model's context of {context}")
+    if context is not None and length > context:
+        raise InputError(
+            f"sequences of {length} tokens do not fit the model's context of {context}"
+        )
+    return length
 
 
 def _page(request: Request) -> int:

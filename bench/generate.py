@@ -24,7 +24,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from nwor.demo import weights
 from nwor.demo.prompts import ALL
@@ -68,7 +73,7 @@ class _Clock(StoppingCriteria):
         self.at: list[float] = []
         self.lengths: list[int] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # noqa: ANN401
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:  # noqa: ANN401
         self.at.append(time.perf_counter())
         self.lengths.append(input_ids.shape[1])
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
@@ -81,7 +86,7 @@ def stock(model: PreTrainedModel, ids: Ids, new: int, **options: Any) -> Sample:
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in ids])
     clock = _Clock()
     began = time.perf_counter()
-    out = model.generate(
+    out = model.generate(  # type: ignore[operator]
         padded,
         attention_mask=mask,
         max_new_tokens=new,
@@ -162,7 +167,7 @@ def variants(drafts: int, prompts: int) -> dict[str, Callable[[PreTrainedModel, 
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerBase, context: int, count: int) -> Ids:
-    """Return `count` prompts of about `context` tokens: the demo's, or real code if that is too short."""
+    """Return `count` prompts of about `context` tokens: the demo's, or longer real code."""
     short: Ids = [tokenizer(p.text).input_ids for p in ALL]
     if context <= 256:
         return [short[i % len(short)] for i in range(count)]
@@ -268,6 +273,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="variants to run beside stock plain")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     directory = args.model or str(weights.ensure())
     rows: list[Row] = []
     env: dict[str, Any] = {}

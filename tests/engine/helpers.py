@@ -54,5 +54,6 @@ class Oracle(Drafter):
         if self._right is None:
             return draft
         return [
-            token if at < self._right else (token + 1) % self._vocab for at, token in enumerate(draft)
+            token if at < self._right else (token + 1) % self._vocab
+            for at, token in enumerate(draft)
         ]

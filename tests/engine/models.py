@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -27,7 +28,6 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
 )
-from transformers import AutoModelForCausalLM
 
 VOCAB = 97
 WINDOW = 8
@@ -85,7 +85,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "opt": OPTConfig(
         vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=CONTEXT, word_embed_proj_dim=32, init_std=0.4, tie_word_embeddings=False,
+        max_position_embeddings=CONTEXT, word_embed_proj_dim=32, init_std=0.4,
+        tie_word_embeddings=False,
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     ),
 }  # fmt: skip
@@ -95,7 +96,9 @@ def build(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Build a float32 model with seeded weights; norms, biases and sinks are not left trivial."""
     torch.manual_seed(seed)
     # The plain implementation knows softcaps and sinks, which sdpa ignores or refuses.
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from engine import models
 from nwor.cli import main
 from nwor.cli.generate import read_prompts
-from nwor.engine import AssistantDrafter, Drafter, FinishReason, Proposal, generate, stream
+from nwor.engine import AssistantDrafter, Drafter, FinishReason, Proposal, Request, generate, stream
 from nwor.engine.text import TextStream
 from nwor.errors import InputError
 
@@ -29,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(BPE(vocab, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")  # noqa: S106
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_pieces_of_characters_and_stops_are_held_back(tokenizer: PreTrainedToken
 
 def test_drafters_of_users(tokenizer: PreTrainedTokenizerFast) -> None:
     class Echo(Drafter):
-        def propose(self, requests, limits):
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
             return Proposal([r.tokens[-k:].tolist() for r, k in zip(requests, limits, strict=True)])
 
     model = models.tiny("llama")
@@ -132,7 +133,9 @@ def test_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plain_output(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["generate", "--model", str(directory), "--prompt", "hello", "--max-new-tokens", "5"])
+    code = main(
+        ["generate", "--model", str(directory), "--prompt", "hello", "--max-new-tokens", "5"]
+    )
     said = capsys.readouterr()
     assert code == 0
     assert said.out.startswith("hello")
@@ -175,7 +178,12 @@ def test_bad_input(
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("{", "not JSON"), ("3", "expected a string"), ('{"text": "x"}', "expected"), ('""', "expected")],
+    [
+        ("{", "not JSON"),
+        ("3", "expected a string"),
+        ('{"text": "x"}', "expected"),
+        ('""', "expected"),
+    ],
 )
 def test_malformed_jsonl_names_the_line(tmp_path: Path, line: str, reason: str) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -195,12 +203,13 @@ def test_ctrl_c_shows_what_there_is(directory: Path, form: list[str]) -> None:
         "    print('step', file=sys.stderr, flush=True); time.sleep(0.05); return step(self, *a)\n"
         "core.Engine._window = slow; sys.exit(main(sys.argv[1:]))\n"
     )
-    child = subprocess.Popen(
+    child = subprocess.Popen(  # noqa: S603 - ourselves
         [
             sys.executable, "-c", script, "generate", "--model", str(directory), "--prompt", "hello",
             "--max-new-tokens", "400", "--drafter", "none", *form,
         ],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert child.stderr is not None
     while "step" not in child.stderr.readline():

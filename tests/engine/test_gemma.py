@@ -1,5 +1,6 @@
 """Real weights: Gemma 3 270M in float32 on the demo's prompts."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -25,13 +26,11 @@ def gemma() -> Loaded:
 @cache
 def stock() -> list[list[int]]:
     loaded = gemma()
-    return [
-        models.stock_greedy(loaded.model, loaded.tokenizer(p.text).input_ids, NEW) for p in ALL
-    ]
+    return [models.stock_greedy(loaded.model, loaded.tokenizer(p.text).input_ids, NEW) for p in ALL]
 
 
 @pytest.fixture(autouse=True)
-def two_threads():
+def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -42,7 +41,12 @@ def two_threads():
 @pytest.mark.parametrize("batch", [1, 4])
 def test_identity(mode: str, batch: int) -> None:
     result = generate(
-        gemma(), [p.text for p in ALL], mode=mode, batch_size=batch, max_new_tokens=NEW, stop_token_ids=()
+        gemma(),
+        [p.text for p in ALL],
+        mode=mode,
+        batch_size=batch,
+        max_new_tokens=NEW,
+        stop_token_ids=(),
     )
     assert [o.token_ids for o in result.outputs] == stock()
     assert result.stats.acceptance_length > 1

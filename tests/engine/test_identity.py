@@ -47,7 +47,11 @@ def test_ragged_batch_equals_stock(name: str, mode: str) -> None:
 def test_no_drafts_equals_stock(name: str) -> None:
     expected = answers(name)
     out, _ = run(
-        models.tiny(name), list(expected), Options(max_new_tokens=NEW), drafter=NoDrafter(), max_batch=8
+        models.tiny(name),
+        list(expected),
+        Options(max_new_tokens=NEW),
+        drafter=NoDrafter(),
+        max_batch=8,
     )
     assert out == list(expected.values())
 

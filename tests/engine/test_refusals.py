@@ -15,6 +15,7 @@ from transformers import (
     Lfm2Config,
     Llama4TextConfig,
     MambaConfig,
+    PreTrainedConfig,
     Qwen2MoeConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
@@ -54,7 +55,9 @@ SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
     ],
     ids=lambda value: getattr(value, "model_type", value),
 )
-def test_kinds_are_refused_before_weights_are_read(config, reason: str, tmp_path: Path) -> None:
+def test_kinds_are_refused_before_weights_are_read(
+    config: PreTrainedConfig, reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         check_config(config)
     config.save_pretrained(tmp_path)
@@ -115,7 +118,13 @@ def test_options_out_of_range(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}],
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+    ],
 )
 def test_sampling_out_of_range(values: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(values))):
@@ -162,7 +171,10 @@ def test_prompts(prompts: list[list[int]], reason: str) -> None:
 
 
 def test_more_drafts_than_the_engine_has_room_for() -> None:
-    with Engine(models.tiny("llama"), max_draft=2) as engine, pytest.raises(InputError, match="made for 2"):
+    with (
+        Engine(models.tiny("llama"), max_draft=2) as engine,
+        pytest.raises(InputError, match="made for 2"),
+    ):
         engine.run([[3]], Options(num_draft_tokens=3))
 
 

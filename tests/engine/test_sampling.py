@@ -27,7 +27,6 @@ from nwor.engine import (
 from nwor.engine.sampling import argmax, draw, probabilities, verify_greedy, verify_sampled
 
 
-
 def agree(observed: torch.Tensor, expected: torch.Tensor) -> bool:
     """Chi-square test at p < 5e-5, by the tail bound of Laurent and Massart (2000), x = 10."""
     assert observed[expected == 0].sum() == 0
@@ -124,12 +123,18 @@ def test_whole_engine_follows_the_target(drafter: str) -> None:
 @pytest.mark.parametrize("drafter", [None, "lookup"])
 def test_seed_decides_and_batch_does_not(drafter: str | None) -> None:
     prompts = [models.prompt(12, seed) for seed in range(5)]
+
     def go(seed: int, batch: int) -> list[list[int]]:
         options = Options(max_new_tokens=10, sampling=Sampling(1.2, seed=seed))
         out, _ = run(
-            models.tiny("llama"), prompts, options, drafter=PromptLookup() if drafter else None, max_batch=batch
+            models.tiny("llama"),
+            prompts,
+            options,
+            drafter=PromptLookup() if drafter else None,
+            max_batch=batch,
         )
         return out
+
     assert go(3, 1) == go(3, 5) == go(3, 2)
     assert go(3, 5) != go(4, 5)
 

@@ -1,4 +1,4 @@
-"""I1–I4 and I6 on the engine: what the durable store holds, and what closes a window."""
+"""I1 to I4 and I6 on the engine: what the durable store holds, and what closes a window."""
 
 from collections.abc import Iterator, Sequence
 
@@ -49,7 +49,9 @@ def test_only_accepted_rows_are_ever_written(name: str, right: int) -> None:
                 assert held == list(range(min(request.durable, group.capacity)))
             emitted = request.prompt_length + len(request.emitted)
             assert request.durable in (emitted - 1, emitted)
-        assert engine.metrics.rows_written == engine.metrics.rows_staged - engine.metrics.rows_avoided
+        assert (
+            engine.metrics.rows_written == engine.metrics.rows_staged - engine.metrics.rows_avoided
+        )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -82,7 +84,10 @@ def test_durable_bytes_are_those_of_plain_decoding(name: str) -> None:
         )  # fmt: skip
         stores.append(engine.store)
     for group, other in zip(stores[0].groups.values(), stores[1].groups.values(), strict=True):
-        for mine, theirs in ((group.rows.key, other.rows.key), (group.rows.value, other.rows.value)):
+        for mine, theirs in (
+            (group.rows.key, other.rows.key),
+            (group.rows.value, other.rows.value),
+        ):
             both = ~(mine.isnan() | theirs.isnan())
             assert both.any()
             torch.testing.assert_close(mine[both], theirs[both], rtol=1e-3, atol=1e-3)
@@ -101,7 +106,10 @@ def test_staged_and_written_through_rows_are_equal_bit_for_bit(name: str) -> Non
         )  # fmt: skip
         stores.append(engine.store)
     for group, other in zip(stores[0].groups.values(), stores[1].groups.values(), strict=True):
-        for mine, theirs in ((group.rows.key, other.rows.key), (group.rows.value, other.rows.value)):
+        for mine, theirs in (
+            (group.rows.key, other.rows.key),
+            (group.rows.value, other.rows.value),
+        ):
             both = ~theirs.isnan()
             assert torch.equal(mine[both], theirs[both])
 
@@ -154,7 +162,9 @@ def test_a_fault_in_the_forward_writes_nothing_of_its_window() -> None:
 def test_leaving_early_releases_everything(steps: int) -> None:
     expected = answers("gemma3")
     with Engine(models.tiny("gemma3"), max_batch=2, max_length=200) as engine:
-        pieces: Iterator[object] = engine.run([list(p) for p in expected], Options(num_draft_tokens=4, max_new_tokens=NEW))
+        pieces: Iterator[object] = engine.run(
+            [list(p) for p in expected], Options(num_draft_tokens=4, max_new_tokens=NEW)
+        )
         for _ in range(steps):
             next(pieces)
         pieces.close()  # type: ignore[attr-defined]
@@ -196,7 +206,12 @@ def test_stop_token_anywhere_in_an_accepted_run(stop_at: int) -> None:
     if stop in full[:stop_at]:
         pytest.skip("the token comes earlier too")
     with Engine(
-        models.tiny("llama"), drafter=Oracle(expected), max_batch=1, max_length=100, max_draft=5, poison=True
+        models.tiny("llama"),
+        drafter=Oracle(expected),
+        max_batch=1,
+        max_length=100,
+        max_draft=5,
+        poison=True,
     ) as engine:
         options = Options(max_new_tokens=NEW, num_draft_tokens=5, stop_token_ids=frozenset([stop]))
         pieces = list(engine.run([ids], options))

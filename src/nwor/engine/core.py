@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,7 +29,6 @@ from nwor.engine.runner import Runner
 from nwor.engine.sampling import (
     Verdict,
     argmax,
-    draw,
     probabilities,
     verify_greedy,
     verify_sampled,
@@ -43,7 +41,6 @@ from nwor.errors import InputError, StateError
 from nwor.manager import Mode
 from nwor.metrics import Metrics, Written
 from nwor.window_rows import WindowRows
-
 
 _DEFAULT_LENGTH = 2048
 
@@ -352,7 +349,10 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

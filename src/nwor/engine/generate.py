@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,7 +14,7 @@ from nwor.engine.loading import Loaded, load
 from nwor.engine.options import Options, Sampling
 from nwor.engine.request import FinishReason
 from nwor.engine.stats import EngineStats
-from nwor.engine.stopping import text_until
+from nwor.engine.stopping import Decoder, text_until
 from nwor.engine.text import TextStream
 from nwor.errors import InputError
 from nwor.metrics import Metrics
@@ -100,15 +100,19 @@ class Stream:
         options: Options,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        self._engine, self._tokenizer, self._stops = engine, tokenizer, options.stop_strings
+        self._engine, self._stops = engine, options.stop_strings
+        # Transformers types what `decode` returns for batches too.
+        self._decoder = cast("Decoder | None", tokenizer)
         self._prompts = prompts
         self._outputs = [
             Output(prompt, len(tokens), "", [], [], FinishReason.INTERRUPTED)
             for prompt, tokens in zip(prompts, ids, strict=True)
         ]
-        self._texts = [TextStream(tokenizer, self._stops) if tokenizer else None for _ in ids]
+        self._texts = [
+            TextStream(self._decoder, self._stops) if self._decoder else None for _ in ids
+        ]
         try:
-            self._chunks = self._run(engine.run(ids, options, tokenizer))
+            self._chunks = self._run(engine.run(ids, options, self._decoder))
         except BaseException:
             engine.close()
             raise
@@ -116,7 +120,7 @@ class Stream:
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks
 
-    def _run(self, runs: Iterator[TokenRun]) -> Iterator[Chunk]:
+    def _run(self, runs: Iterator[TokenRun]) -> Generator[Chunk]:
         try:
             for run in runs:
                 yield self._chunk(run)
@@ -148,10 +152,10 @@ class Stream:
 
     def close(self) -> None:
         """End early."""
-        self._chunks.close()  # type: ignore[attr-defined] - a generator
+        self._chunks.close()
         self._engine.close()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,8 +165,8 @@ class Stream:
     def result(self) -> Result:
         """What has been generated so far."""
         for output in self._outputs:
-            if self._tokenizer is not None:
-                text = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
+            if self._decoder is not None:
+                text = self._decoder.decode(output.token_ids, skip_special_tokens=True)
                 output.text = text_until(text, self._stops)
         return Result(self._outputs, self._engine.metrics, self._engine.stats)
 
@@ -186,7 +190,7 @@ def stream(
     dtype: str = "auto",
 ) -> Stream:
     """Generate for all prompts, chunk by chunk; the arguments are those of `generate`."""
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    given = _listed(prompts)
     options = Options(
         max_new_tokens=max_new_tokens,
         num_draft_tokens=num_draft_tokens,
@@ -198,7 +202,11 @@ def stream(
     loaded = _loaded(model, tokenizer, dtype)
     ends = _end_ids(loaded) if stop_token_ids is None else frozenset(stop_token_ids)
     options = Options(
-        options.max_new_tokens, options.num_draft_tokens, options.sampling, ends, options.stop_strings
+        options.max_new_tokens,
+        options.num_draft_tokens,
+        options.sampling,
+        ends,
+        options.stop_strings,
     )
     ids = [_encoded(index, prompt, loaded.tokenizer) for index, prompt in enumerate(given)]
     if not ids:
@@ -219,7 +227,11 @@ def stream(
     return Stream(engine, given, ids, options, loaded.tokenizer)
 
 
-def generate(model: str | PreTrainedModel | Loaded, prompts: Prompt | Sequence[Prompt], **arguments: Any) -> Result:  # noqa: ANN401
+def generate(
+    model: str | PreTrainedModel | Loaded,
+    prompts: Prompt | Sequence[Prompt],
+    **arguments: Any,  # noqa: ANN401 - see `stream`
+) -> Result:
     """Generate for all prompts.
 
     Args:
@@ -269,6 +281,13 @@ def make_drafter(drafter: str | Drafter, target: Loaded, dtype: str = "auto") ->
     if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
         raise InputError(f"the assistant {name!r} has another vocabulary than the target")
     return AssistantDrafter(assistant.model)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt, a text or ids, from many."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
 
 
 def _loaded(

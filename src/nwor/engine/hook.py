@@ -40,7 +40,7 @@ class AttentionStep(Protocol):
         ...
 
 
-def attention(  # noqa: D417 - transformers' signature
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

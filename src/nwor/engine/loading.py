@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,7 +34,7 @@ class Loaded:
     """A model and its tokenizer.
 
     Attributes:
-        model: in eval mode.
+        model: the model.
         tokenizer: None if the model comes without one.
     """
 
@@ -55,15 +57,15 @@ def load(name: str, dtype: str = "auto") -> Loaded:
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
     check_config(_config(name))
-    hf_logging.disable_progress_bar()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES.get(dtype, "auto"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot load the weights of {name!r}: {error}") from error
-    return Loaded(model.eval(), _tokenizer(name))
+    return Loaded(model, _tokenizer(name))
 
 
-def _config(name: str) -> object:
+def _config(name: str) -> PreTrainedConfig:
     path = Path(name)
     if path.exists() and not path.is_dir():
         raise ModelLoadError(f"{name!r} is a file: give the directory of a model, or its id")
@@ -79,11 +81,11 @@ def _config(name: str) -> object:
     if type(config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - no public query
         check_config(config)
         raise UnsupportedModelError(f"{config.model_type} is not a causal language model")
-    return config
+    return cast("PreTrainedConfig", config)
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     try:
-        return AutoTokenizer.from_pretrained(name)  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError):
         return None

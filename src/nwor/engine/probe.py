@@ -20,8 +20,16 @@ from nwor.engine.errors import UnsupportedModelError
 from nwor.engine.hook import PROBE, STEP_ARGUMENT, MaskRule, attention_of
 
 _RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "ssm"}
-_RECURRENT_FIELDS = ("ssm_cfg", "state_size", "mamba_d_state", "mamba_n_heads", "conv_L_cache",
-                     "attention_layers_block_type", "block_types", "linear_num_key_heads")
+_RECURRENT_FIELDS = (
+    "ssm_cfg",
+    "state_size",
+    "mamba_d_state",
+    "mamba_n_heads",
+    "conv_L_cache",
+    "attention_layers_block_type",
+    "block_types",
+    "linear_num_key_heads",
+)
 _RECURRENT_TYPES = ("mamba", "rwkv", "recurrent", "xlstm", "jamba", "zamba", "bamba")
 _HARMLESS = {
     "attention_mask", "scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids",
@@ -82,15 +90,22 @@ def probe_layers(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
     check_config(model.config)
     name = model.config.model_type
     step = _ProbeStep(name)
-    ids = torch.arange(_PROBE_ROWS, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    ids = (
+        torch.arange(_PROBE_ROWS, device=model.device).unsqueeze(0)
+        % model.config.get_text_config().vocab_size
+    )
     with attention_of(model, PROBE):
-        model(ids, position_ids=torch.arange(_PROBE_ROWS, device=model.device).unsqueeze(0),
-              use_cache=False, **{STEP_ARGUMENT: step})
+        model(
+            ids,
+            position_ids=torch.arange(_PROBE_ROWS, device=model.device).unsqueeze(0),
+            use_cache=False,
+            **{STEP_ARGUMENT: step},
+        )
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(step.layers) != list(range(expected)):
         raise UnsupportedModelError(
-            f"{name} has {expected} layers, of which {sorted(step.layers) or 'none'} call the attention "
-            "interface: the others bypass it or keep state of their own"
+            f"{name} has {expected} layers, of which {sorted(step.layers) or 'none'} call the "
+            "attention interface: the others bypass it or keep state of their own"
         )
     return tuple(step.layers[index] for index in sorted(step.layers))
 
@@ -106,7 +121,7 @@ class _ProbeStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any]
     ) -> Tensor:
-        index = int(module.layer_idx)
+        index: int = module.layer_idx  # type: ignore[assignment]
         self._check_call(index, key, value, call)
         window = call.get("sliding_window")
         self._check_mask(index, call["attention_mask"], window)
@@ -148,7 +163,9 @@ class _ProbeStep:
             steps |= {max(window * m + d, 0) for m in (1, 2, 3) for d in (-1, 0, 1)}
         query = torch.tensor(sorted(steps))[:, None]
         row = torch.arange(int(query.max()) + 1)[None, :]
-        allowed = torch.as_tensor(mask.function(0, 0, query, row)).expand(query.shape[0], row.shape[1])
+        allowed = torch.as_tensor(mask.function(0, 0, query, row)).expand(
+            query.shape[0], row.shape[1]
+        )
         expected = row <= query
         if window is not None:
             expected = expected & (query - row < window)

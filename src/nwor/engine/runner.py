@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Runner:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model.eval()
+        self.model = model
+        model.eval()  # type: ignore[no-untyped-call]
         self.specs: tuple[LayerSpec, ...] = probe_layers(model)
         self._cuts_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._stack = ExitStack()
@@ -51,7 +52,7 @@ class Runner:
     @property
     def vocab_size(self) -> int:
         """Token ids the model embeds."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return cast("Tensor", self.model.get_input_embeddings().weight).shape[0]
 
     def new_store(self, *, pages: int, max_length: int, spare: int) -> DurableStore:
         """Allocate a durable store that fits the model."""
@@ -109,7 +110,9 @@ class Runner:
         generator = torch.Generator().manual_seed(0)
         size = self.model.config.get_text_config().vocab_size
         ids = torch.randint(0, size, (1, _CHECK_TOKENS), generator=generator)
-        return ids.to(self.model.device), torch.arange(_CHECK_TOKENS, device=self.model.device)[None]
+        return ids.to(self.model.device), torch.arange(_CHECK_TOKENS, device=self.model.device)[
+            None
+        ]
 
     def _check(self, own: Tensor) -> None:
         """Compare a prefill and a verify step with the model's own forward."""
@@ -134,6 +137,9 @@ class Runner:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

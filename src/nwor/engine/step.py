@@ -102,7 +102,8 @@ class _Block:
             if self._pad is None
             else rows[0].index_select(1, self._pad)
         )
-        return part.unflatten(1, (len(self.segments), self.width)).transpose(0, 1)
+        heads, _, dim = part.shape
+        return part.view(heads, len(self.segments), self.width, dim).transpose(0, 1)
 
     def give(self, out: Tensor) -> Tensor:
         """Undo `take` for ``[requests, heads, width, dim]``: ``[rows, heads, dim]``."""
@@ -237,7 +238,7 @@ def _with_earlier(
     """Put the rows staged before this forward in front of ``[requests, kv_heads, width, dim]``."""
     staged = earlier.window.staged(layer.group.name, layer.index)
     before = [
-        rows.index_select(0, earlier.rows).unflatten(0, (-1, earlier.count)).transpose(1, 2)
+        rows.index_select(0, earlier.rows).view(-1, earlier.count, *rows.shape[1:]).transpose(1, 2)
         for rows in staged
     ]
     return torch.cat((before[0], key), 2), torch.cat((before[1], value), 2)
@@ -285,7 +286,9 @@ def _durable_reads(block: _Block, group: Group, copies: int, dtype: torch.dtype)
             and min(segments[last].durable, group.capacity) == rows
         ):
             last += 1
-        visibility = _durable_visibility(segments[first:last], block.width, rows, group, copies, dtype)
+        visibility = _durable_visibility(
+            segments[first:last], block.width, rows, group, copies, dtype
+        )
         reads.append(_Read(first, last, head.page, rows, visibility))
         first = last
     return reads

@@ -56,7 +56,9 @@ class Stopper:
     def _completes_string(self, request: Request, run: Sequence[int]) -> bool:
         if not self._strings or self._decoder is None:
             return False
-        text = self._decoder.decode([*request.emitted, *run][-self._tail :], skip_special_tokens=True)
+        text = self._decoder.decode(
+            [*request.emitted, *run][-self._tail :], skip_special_tokens=True
+        )
         return any(stop in text for stop in self._strings)
 
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from engine import models
@@ -20,17 +18,6 @@ from nwor.cli.generate import read_prompts
 from nwor.engine import AssistantDrafter, Drafter, FinishReason, Proposal, Request, generate, stream
 from nwor.engine.text import TextStream
 from nwor.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that characters span tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: models.VOCAB - 1]
-    vocab = {"<pad>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
-    inner = Tokenizer(BPE(vocab, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")  # noqa: S106
 
 
 @pytest.fixture(scope="module")

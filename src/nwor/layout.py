@@ -68,7 +68,9 @@ def page_views(layout: Layout | str, *caches: Tensor) -> tuple[Tensor, Tensor]:
         raise LayoutError(f"layout {layout} takes {number} tensor(s) per layer, got {len(caches)}")
     for cache in caches:
         if cache.ndim != expected:
-            raise LayoutError(f"layout {layout} has {expected} dims, got shape {tuple(cache.shape)}")
+            raise LayoutError(
+                f"layout {layout} has {expected} dims, got shape {tuple(cache.shape)}"
+            )
     match layout:
         case Layout.SLOTS:
             return caches[0].unsqueeze(1), caches[1].unsqueeze(1)

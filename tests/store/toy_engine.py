@@ -38,6 +38,7 @@ class ToyEngine:
         durable_pages: int = 64,
         max_requests: int = 8,
         mover: str = "torch",
+        loops: str = "python",
         layers: int = 2,
         share: bool = True,
     ) -> None:
@@ -77,6 +78,7 @@ class ToyEngine:
             first_page=durable_pages,
             num_leases=num_leases,
             mover=mover,
+            loops=loops,
         )
 
     # -- the engine's own bookkeeping ------------------------------------------------------------

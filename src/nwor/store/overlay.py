@@ -17,9 +17,8 @@ tensors get their old contents back.
        +-------+-------+
     commit: move b and the accepted d to 7:3, 8:0 ...; undo the edits
 
-Decisions (`nwor.store.overlay_plan`) are numpy arithmetic on ``[groups, requests]`` and ``[groups,
-rows]``; effects are a few indexed assignments per group and one row movement per storage. Tables
-and slot mappings lie on the host here; rows may lie anywhere a mover reaches.
+Decisions (`nwor.store.overlay_plan`) are made before effects: a few entries of the tables, and one
+row movement per storage. Tables and slot mappings lie on the host here.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ from nwor.errors import (
 from nwor.layout import KVRows
 from nwor.metrics import FallbackReason, Metrics, Written
 from nwor.store.movers import Move, bind_torch, get_mover
-from nwor.store.overlay_plan import OverlayPlan, plan_fill, plan_window
-from nwor.store.paged import Ints, OverlayGroup, VerifyBatch
-from nwor.store.staging import NOBODY, StagingPages
+from nwor.store.overlay_loops import Ints, get_loops
+from nwor.store.overlay_plan import Buffers, OverlayPlan, plan_fill, plan_home, plan_window
+from nwor.store.paged import OverlayGroup, VerifyBatch
+from nwor.store.staging import NOBODY, PAGES_PER_LEASE, StagingPages
 
 
 class OverlayRefusal(StrEnum):
@@ -80,6 +80,7 @@ class Overlay:
             a higher one.
         num_leases: requests that can be staged at a time; takes ``2 * groups * num_leases`` pages.
         mover: row mover, see `nwor.store.movers`.
+        loops: how the bookkeeping runs, ``python`` or ``numba``.
         metrics: counters to add to.
 
     Attributes:
@@ -99,6 +100,7 @@ class Overlay:
         first_page: int,
         num_leases: int,
         mover: str = "torch",
+        loops: str = "python",
         metrics: Metrics | None = None,
     ) -> None:
         if not groups:
@@ -112,9 +114,12 @@ class Overlay:
         self.refused: Counter[OverlayRefusal] = Counter()
         self.window: OverlayWindow | None = None
         self.broken = False
-        self._tables = [group.table.numpy() for group in groups]
-        self._slots = [group.slots.numpy() for group in groups]
-        self._page_size = np.array([[group.page_size] for group in groups], np.int64)
+        self._buffers = Buffers(
+            tuple(group.table.numpy() for group in groups),
+            tuple(group.slots.numpy() for group in groups),
+            np.array([group.page_size for group in groups], np.int64),
+        )
+        self._loops = get_loops(loops)
         self._storages = _storages(groups, mover)
 
     def begin(self, batch: VerifyBatch) -> OverlayWindow:
@@ -133,16 +138,9 @@ class Overlay:
         batch, leases = self._admit(batch)
         plan = None
         if len(batch.requests):
-            plan = plan_window(
-                batch,
-                leases,
-                pages=self.pages,
-                tables=self._tables,
-                slots=self._slots,
-                page_size=self._page_size,
-            )
-            self._fill_in(plan, batch)
-            self._point(plan, batch, plan.staging_pages, plan.staged)
+            plan = plan_window(batch, leases, self.pages, self._buffers, self._loops)
+            self._fill_in(plan)
+            self._point(plan, plan.staging_pages, plan.staged)
             self._note(plan, batch.computed)
         self.window = OverlayWindow(self, batch, plan)
         return self.window
@@ -169,8 +167,9 @@ class Overlay:
 
     def _admit(self, batch: VerifyBatch) -> tuple[VerifyBatch, Ints]:
         """Choose the requests to stage and lease pages to them; count the others."""
+        size = self._buffers.page_size[:, None]
         last = batch.computed + batch.query_lens - 1
-        fits = (last // self._page_size - batch.computed // self._page_size <= 1).all(0)
+        fits = (last // size - batch.computed // size < PAGES_PER_LEASE).all(0)
         if self.broken:
             batch = self._refuse(OverlayRefusal.OVERLAY_BROKEN, batch, np.zeros_like(fits))
         elif not fits.all():
@@ -188,8 +187,8 @@ class Overlay:
         self.metrics.flushed += int(batch.num_drafts[~staged].sum())
         return batch.take(staged)
 
-    def _fill_in(self, plan: OverlayPlan, batch: VerifyBatch) -> None:
-        fill = plan_fill(plan, batch, self.pages, self._page_size)
+    def _fill_in(self, plan: OverlayPlan) -> None:
+        fill = plan_fill(plan, self.pages, self._buffers.page_size, self._loops)
         if fill is None:
             return
         group, source, target = fill
@@ -197,30 +196,39 @@ class Overlay:
             mine = np.isin(group, storage.groups)
             self._move(storage, source[mine], target[mine])
 
-    def _point(self, plan: OverlayPlan, batch: VerifyBatch, pages: Ints, slots: Ints) -> None:
-        """Let block tables name `pages` and slot mappings `slots`, in place."""
-        rows = batch.table_rows[:, None]
-        for group, (table, mapping) in enumerate(zip(self._tables, self._slots, strict=True)):
-            table[rows, plan.columns[group]] = pages[group]
-            mapping[plan.tokens] = slots[group]
+    def _point(self, plan: OverlayPlan, pages: Ints, slots: Ints) -> None:
+        batch, buffers = plan.batch, self._buffers
+        self._loops.point(
+            buffers.tables,
+            buffers.slots,
+            batch.table_rows,
+            batch.first_rows,
+            batch.query_lens,
+            plan.columns,
+            pages,
+            slots,
+        )
 
     def _note(self, plan: OverlayPlan, watermark: Ints) -> None:
-        """Note which page each staging page stands for and how many durable rows it shows."""
-        filled = np.clip(watermark[:, None] - plan.columns * self._page_size[..., None], 0, None)
-        filled = np.minimum(filled, self._page_size[..., None])
-        place = (
-            plan.leases[:, None],
-            np.arange(self.pages.num_groups)[:, None, None],
-            plan.columns & 1,
+        pages = self.pages
+        self._loops.note(
+            self._buffers.page_size,
+            plan.leases,
+            watermark,
+            plan.columns,
+            plan.durable_pages,
+            pages.held,
+            pages.durable,
+            pages.filled,
         )
-        self.pages.held[place] = plan.columns
-        self.pages.durable[place] = plan.durable_pages
-        self.pages.filled[place] = filled
 
-    def _move_home(self, plan: OverlayPlan, keep: NDArray[np.bool_]) -> None:
-        source, target = plan.staged[:, keep], plan.durable[:, keep]
+    def _move_home(self, plan: OverlayPlan, kept: Ints) -> None:
+        source, target = plan_home(plan, kept, self._loops)
         for storage in self._storages:
-            self._move(storage, source[storage.groups].ravel(), target[storage.groups].ravel())
+            if len(storage.groups) == len(self.groups):
+                self._move(storage, source.ravel(), target.ravel())
+            else:
+                self._move(storage, source[storage.groups].ravel(), target[storage.groups].ravel())
 
     def _move(self, storage: _Storage, source: Ints, target: Ints) -> None:
         """Move rows; what a mover fails at is done again by the plain one.
@@ -300,7 +308,7 @@ class OverlayWindow:
         kept = batch.query_lens - batch.num_drafts + counts
         try:
             if plan is not None:
-                overlay._move_home(plan, plan.depth < kept[plan.owner])  # noqa: SLF001
+                overlay._move_home(plan, kept)  # noqa: SLF001 - the window is a part of it
                 overlay._note(plan, batch.computed + kept)  # noqa: SLF001
         finally:
             self._close()
@@ -310,7 +318,7 @@ class OverlayWindow:
                 committed=int(counts.sum()),
                 bonus=len(self.requests),
                 truncated=0,
-                staged=self._written(len(plan.owner)),
+                staged=self._written(plan.num_rows),
                 wrote=self._written(int(kept.sum())),
             )
 
@@ -327,7 +335,7 @@ class OverlayWindow:
                 reason,
                 drafts=int(self.batch.num_drafts.sum()),
                 flushed=False,
-                staged=self._written(len(self.plan.owner)),
+                staged=self._written(self.plan.num_rows),
                 wrote=Written(),
             )
 
@@ -339,7 +347,7 @@ class OverlayWindow:
         plan, overlay = self.plan, self._overlay
         overlay.window = None
         if plan is not None:
-            overlay._point(plan, self.batch, plan.durable_pages, plan.durable)  # noqa: SLF001
+            overlay._point(plan, plan.durable_pages, plan.durable)  # noqa: SLF001
 
     def _written(self, tokens: int) -> Written:
         groups = self._overlay.groups

@@ -1,164 +1,159 @@
-"""Where every row of a window is staged and where it belongs: arithmetic only, no effects."""
+"""Where every row of a window is staged and where it belongs: decisions only, no effects."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nwor.errors import RowCountError, SlotError
-from nwor.store.paged import Ints, VerifyBatch
-from nwor.store.staging import StagingPages
+from nwor.store.overlay_loops import (
+    MAPPING_DIFFERS,
+    NOT_DURABLE,
+    OK,
+    OUTSIDE_SLOTS,
+    OUTSIDE_TABLE,
+    Ints,
+    Loops,
+    Slots,
+    Tables,
+)
+from nwor.store.paged import VerifyBatch
+from nwor.store.staging import PAGES_PER_LEASE, StagingPages
 
-Table = NDArray[np.int32]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """The engine's tables, one per group, and the page sizes ``[groups]``."""
+
+    tables: Tables
+    slots: Slots
+    page_size: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverlayPlan:
-    """The decisions of one window.
+    """The decisions of one window; shapes as in `nwor.store.overlay_loops`."""
 
-    Attributes:
-        leases: ``[requests]``.
-        columns: ``[groups, requests, 2]``, first and last logical page of each window; twice the
-            same if the window stays within one.
-        staging_pages: ``[groups, requests, 2]``, the pages that stand for them.
-        durable_pages: ``[groups, requests, 2]``, the pages they stand for.
-        owner: ``[rows]``, index of the row's request.
-        depth: ``[rows]``, place within the request's query.
-        tokens: ``[rows]``, place in the slot mapping.
-        staged: ``[groups, rows]``, staging slots.
-        durable: ``[groups, rows]``, durable slots.
-    """
-
+    batch: VerifyBatch
     leases: Ints
     columns: Ints
     staging_pages: Ints
     durable_pages: Ints
-    owner: Ints
-    depth: Ints
-    tokens: Ints
     staged: Ints
     durable: Ints
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the window in each group."""
+        return self.staged.shape[1]
+
 
 def plan_window(
-    batch: VerifyBatch,
-    leases: Ints,
-    *,
-    pages: StagingPages,
-    tables: Sequence[Table],
-    slots: Sequence[Ints],
-    page_size: Ints,
+    batch: VerifyBatch, leases: Ints, pages: StagingPages, buffers: Buffers, loops: Loops
 ) -> OverlayPlan:
-    """Plan the window of a batch.
-
-    Args:
-        batch: at least one request; no window reaches more than two pages.
-        leases: ``[requests]``.
-        pages: where the leases' pages are.
-        tables: block table of each group.
-        slots: slot mapping of each group.
-        page_size: ``[groups, 1]``.
+    """Plan the window of a batch whose requests reach two pages at most.
 
     Raises:
         RowCountError: rows or pages outside the engine's buffers.
-        SlotError: the slot mapping contradicts the block table, or names a staging page.
+        SlotError: the slot mapping contradicts the block table, or the table names a page that is
+            not durable.
     """
-    lens = batch.query_lens
-    owner = np.repeat(np.arange(len(lens)), lens)
-    depth = np.arange(len(owner)) - (np.cumsum(lens) - lens)[owner]
-    tokens = batch.first_rows[owner] + depth
-    first = batch.computed // page_size
-    columns = np.stack((first, (batch.computed + lens - 1) // page_size), -1)
-    _check_bounds(tables, slots, batch.table_rows, columns[..., 1], tokens)
-
-    rows = batch.table_rows[:, None]
-    durable_pages = np.stack([t[rows, c] for t, c in zip(tables, columns, strict=True)])
-    durable_pages = durable_pages.astype(np.int64)
-    durable = np.stack([mapping[tokens] for mapping in slots])
-    position = batch.computed[owner] + depth
-    page = position // page_size
-    offset = position - page * page_size
-    even = pages.even_pages(leases)
-    second = page != first[:, owner]
-    home = np.where(second, durable_pages[:, owner, 1], durable_pages[:, owner, 0])
-    _check_mapping(durable, home * page_size + offset, durable_pages, pages.first_page)
-    return OverlayPlan(
-        leases=leases,
-        columns=columns,
-        staging_pages=even[..., None] + (columns & 1),
-        durable_pages=durable_pages,
-        owner=owner,
-        depth=depth,
-        tokens=tokens,
-        staged=(even[:, owner] + (page & 1)) * page_size + offset,
-        durable=durable,
+    groups, rows = len(buffers.tables), int(batch.query_lens.sum())
+    columns, staging_pages, durable_pages = np.empty(
+        (3, groups, len(leases), PAGES_PER_LEASE), np.int64
     )
+    staged, durable = np.empty((2, groups, rows), np.int64)
+    found, group, place = loops.plan_window(
+        buffers.tables,
+        buffers.slots,
+        buffers.page_size,
+        pages.even_pages(leases),
+        pages.first_page,
+        batch.table_rows,
+        batch.first_rows,
+        batch.computed,
+        batch.query_lens,
+        columns,
+        staging_pages,
+        durable_pages,
+        staged,
+        durable,
+    )
+    if found != OK:
+        raise _refusal(found, group, place, batch, buffers, pages)
+    return OverlayPlan(batch, leases, columns, staging_pages, durable_pages, staged, durable)
 
 
 def plan_fill(
-    plan: OverlayPlan, batch: VerifyBatch, pages: StagingPages, page_size: Ints
+    plan: OverlayPlan, pages: StagingPages, page_size: Ints, loops: Loops
 ) -> tuple[Ints, Ints, Ints] | None:
-    """Find the durable rows below the watermark that the staging pages do not show yet.
-
-    Only the first page of a window can lack any. In steady state it lacks none: what was committed
-    had been written to the staging page before.
+    """List the durable rows below the watermark that the staging pages do not show yet.
 
     Returns:
-        Group, durable slot and staging slot of each missing row, or None if there is none.
+        Group, durable slot and staging slot of each, or None if nothing is missing.
     """
-    first = plan.columns[..., 0]
-    place = (plan.leases, np.arange(pages.num_groups)[:, None], first & 1)
-    need = batch.computed - first * page_size
-    filled = pages.filled[place]
-    current = (
-        (pages.held[place] == first)
-        & (pages.durable[place] == plan.durable_pages[..., 0])
-        & (filled <= need)
+    computed = plan.batch.computed
+    shown = np.empty(plan.columns.shape[:2], np.int64)
+    missing = loops.rows_shown(
+        page_size,
+        plan.leases,
+        computed,
+        plan.columns,
+        plan.durable_pages,
+        pages.held,
+        pages.durable,
+        pages.filled,
+        shown,
     )
-    have = np.where(current, filled, 0)
-    missing = need - have
-    if not missing.any():
+    if not missing:
         return None
-    group, request = np.nonzero(missing)
-    count = missing[group, request]
-    cell = np.repeat(np.arange(len(count)), count)
-    row = np.arange(len(cell)) - (np.cumsum(count) - count)[cell] + have[group, request][cell]
-    source = plan.durable_pages[group, request, 0] * page_size[group, 0]
-    target = plan.staging_pages[group, request, 0] * page_size[group, 0]
-    return group[cell], source[cell] + row, target[cell] + row
+    group, source, target = np.empty((3, missing), np.int64)
+    loops.rows_missing(
+        page_size,
+        computed,
+        plan.columns,
+        plan.durable_pages,
+        plan.staging_pages,
+        shown,
+        group,
+        source,
+        target,
+    )
+    return group, source, target
 
 
-def _check_bounds(
-    tables: Sequence[Table],
-    slots: Sequence[Ints],
-    table_rows: Ints,
-    last_page: Ints,
-    tokens: Ints,
-) -> None:
-    row, token, last = table_rows.max(), tokens.max(), last_page.max(1)
-    for group, (table, mapping) in enumerate(zip(tables, slots, strict=True)):
-        if row >= table.shape[0] or last[group] >= table.shape[1]:
-            raise RowCountError(
-                f"group {group}: batch row {row}, page {last[group]} lie outside a block table of "
-                f"shape {table.shape}"
-            )
-        if token >= mapping.shape[0]:
-            raise RowCountError(f"group {group}: row {token} lies outside {len(mapping)} slots")
+def plan_home(plan: OverlayPlan, kept: Ints, loops: Loops) -> tuple[Ints, Ints]:
+    """List the rows that are kept: staging and durable slots, ``[groups, sum(kept)]`` each."""
+    source, target = np.empty((2, plan.staged.shape[0], int(kept.sum())), np.int64)
+    loops.rows_kept(plan.batch.query_lens, kept, plan.staged, plan.durable, source, target)
+    return source, target
 
 
-def _check_mapping(found: Ints, expected: Ints, durable_pages: Ints, first_staging: int) -> None:
-    if not np.array_equal(found, expected):
-        group, row = (int(axis[0]) for axis in np.nonzero(found != expected))
-        raise SlotError(
-            f"group {group}, window row {row}: slot mapping says {found[group, row]}, block table "
-            f"{expected[group, row]}: this engine maps slots in a way nwor does not know"
+def _refusal(
+    found: int, group: int, place: int, batch: VerifyBatch, buffers: Buffers, pages: StagingPages
+) -> RowCountError | SlotError:
+    """Say what `plan_window` found wrong."""
+    if found == MAPPING_DIFFERS:
+        return SlotError(
+            f"group {group}, window row {place}: the slot mapping contradicts the block table: this "
+            "engine maps slots in a way nwor does not know"
         )
-    low, high = durable_pages.min(), durable_pages.max()
-    if low < 0 or high >= first_staging:
-        raise SlotError(
-            f"the block table names page {low if low < 0 else high}; durable pages are "
-            f"0..{first_staging - 1}"
+    request = batch.requests[place]
+    last = batch.computed[place] + batch.query_lens[place] - 1
+    if found == NOT_DURABLE:
+        line = buffers.tables[group][batch.table_rows[place]]
+        first = batch.computed[place] // buffers.page_size[group]
+        named = line[first : last // buffers.page_size[group] + 1].tolist()
+        return SlotError(
+            f"group {group}, request {request!r}: the block table names pages {named}; durable pages "
+            f"are 0..{pages.first_page - 1}"
         )
+    limit = {
+        OUTSIDE_TABLE: f"a block table of shape {buffers.tables[group].shape}",
+        OUTSIDE_SLOTS: f"a slot mapping of {buffers.slots[group].shape[0]} rows",
+    }[found]
+    return RowCountError(
+        f"group {group}, request {request!r}: batch row {batch.table_rows[place]}, rows from "
+        f"{batch.first_rows[place]}, positions to {last} lie outside {limit}"
+    )

@@ -41,9 +41,10 @@ class OverlayGroup:
             ("table", self.table, torch.int32),
             ("slots", self.slots, torch.int64),
         ):
-            if tensor.device.type != "cpu" or tensor.dtype != dtype:
+            if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise LayoutError(
-                    f"{name} must be {dtype} on the CPU, got {tensor.dtype} on {tensor.device}"
+                    f"{name} must be contiguous {dtype} on the CPU, got {tensor.dtype} on "
+                    f"{tensor.device} with strides {tensor.stride()}"
                 )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -125,7 +126,7 @@ def stack_views(views: Sequence[Tensor]) -> Tensor:
             raise LayoutError(f"layer {index} lies in another allocation than layer 0")
     offsets = [view.storage_offset() for view in views]
     step = offsets[1] - offsets[0]
-    if step <= 0 or any(b - a != step for a, b in zip(offsets, offsets[1:], strict=False)):
+    if step <= 0 or any(b - a != step for a, b in pairwise(offsets)):
         raise LayoutError(f"layers are not equally spaced; storage offsets {offsets}")
     return first.as_strided((len(views), *first.shape), (step, *first.stride()))
 
@@ -242,7 +243,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _extent(view: Tensor) -> tuple[int, int]:
-    start = view.storage_offset()
+    start = int(view.storage_offset())
     reach = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
     return start, start + reach
 

@@ -335,7 +335,7 @@ def numbers(*values: int) -> np.ndarray:
     ("change", "match"),
     [
         ({"table_rows": numbers(99)}, "block table"),
-        ({"first_rows": numbers(255)}, "slots"),
+        ({"first_rows": numbers(255)}, "slot mapping"),
         ({"computed": numbers(10_000)}, "block table"),
     ],
 )

@@ -318,6 +318,7 @@ class OverlayWindow:
                 committed=int(counts.sum()),
                 bonus=len(self.requests),
                 truncated=0,
+                cancelled=0,
                 staged=self._written(plan.num_rows),
                 wrote=self._written(int(kept.sum())),
             )

@@ -265,6 +265,18 @@ def test_metrics_reconcile() -> None:
     assert metrics.rows_avoided == 5 * layers
 
 
+@pytest.mark.parametrize("loops", ["python", "numba"])
+def test_a_rehearsal_leaves_no_trace(loops: str) -> None:
+    engine = ToyEngine([8, 4], loops=loops)
+    before = engine.snapshot()
+    engine.overlay.rehearse()
+    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
+    assert engine.overlay.pages.pages_in_use == 0
+    assert engine.overlay.metrics.windows == 0
+    engine.add("a", [1, 2, 3])
+    step(engine, {"a": [50, 51]}, {"a": 1})
+
+
 # -- bad input: a typed error, and nothing has changed ---------------------------------------------
 
 

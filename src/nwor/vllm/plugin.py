@@ -75,10 +75,10 @@ def refuse(settings: Settings, error: Exception) -> None:
 
 
 def _install(settings: Settings) -> None:
-    def guarded(hook: Callable[[Settings], None]) -> Callable[[], None]:
+    def guarded(hook: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             try:
-                hook(settings)
+                hook()
             except SeamError as error:
                 refuse(settings, error)
 

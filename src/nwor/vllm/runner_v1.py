@@ -82,13 +82,15 @@ def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: AN
     with torch.inference_mode():
         for group in groups:
             _probe_group(runner, group, first_page)
-    return Overlay(
-        [group.overlay for group in groups],
-        first_page=first_page,
-        num_leases=reservation.num_leases,
-        mover=settings.mover,
-        loops="numba" if settings.mover == "numba" else "python",
-    )
+        overlay = Overlay(
+            [group.overlay for group in groups],
+            first_page=first_page,
+            num_leases=reservation.num_leases,
+            mover=settings.mover,
+            loops="numba" if settings.mover == "numba" else "python",
+        )
+        overlay.rehearse()
+    return overlay
 
 
 def _probe_group(runner: Any, group: CacheGroup, page: int) -> None:  # noqa: ANN401

@@ -20,7 +20,7 @@ from nwor.errors import InputError
 from nwor.manager import Mode
 from nwor.vllm import seams
 from nwor.vllm.reservation import ATTRIBUTE, Reservation, replace_blocks, reserve
-from nwor.vllm.settings import Settings
+from nwor.vllm.settings import Settings, read_settings
 
 logger = logging.getLogger("vllm.nwor")
 
@@ -34,8 +34,11 @@ def reservation_of(cache: Any) -> Reservation | None:  # noqa: ANN401 - KVCacheC
     return getattr(cache, ATTRIBUTE, None)
 
 
-def hook_core(settings: Settings) -> None:
-    """Keep staging pages back from the scheduler."""
+def hook_core() -> None:
+    """Keep staging pages back from the scheduler.
+
+    Settings are read again for every engine: a process may make several.
+    """
 
     def make_configs(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_kv_cache_configs(
@@ -44,7 +47,8 @@ def hook_core(settings: Settings) -> None:
             available_memory: Any,  # noqa: ANN401
         ) -> Any:  # noqa: ANN401
             configs = original(vllm_config, kv_cache_specs, available_memory)
-            if vllm_config.speculative_config is not None:
+            settings = read_settings()
+            if vllm_config.speculative_config is not None and settings.mode is not Mode.OFF:
                 _attach(settings, vllm_config, configs)
             return configs
 
@@ -97,9 +101,8 @@ def _banner(reservation: Reservation, cache: Any) -> None:  # noqa: ANN401
         )
 
 
-def hook_scheduler(settings: Settings) -> None:
+def hook_scheduler() -> None:
     """Let schedulers of staging engines pass the worker's counters on."""
-    del settings  # the reservation carries them
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N807
@@ -115,9 +118,8 @@ def hook_scheduler(settings: Settings) -> None:
     seams.wrap_symbol(seams.SCHEDULER_INIT, make)
 
 
-def hook_runner(settings: Settings) -> None:
+def hook_runner() -> None:
     """Build the overlay when a runner's cache tensors exist."""
-    del settings  # the reservation carries them
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def initialize_kv_cache(
@@ -138,14 +140,14 @@ def hook_runner(settings: Settings) -> None:
     seams.wrap_symbol(seams.RUNNER_CACHE, make)
 
 
-def hook_loggers(settings: Settings) -> None:
+def hook_loggers() -> None:
     """Show the counters of engines with speculation on /metrics and in the log."""
-    del settings
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N807
             original(self, vllm_config, *args, **kwargs)
-            if vllm_config.speculative_config is not None:
+            mode = read_settings().mode
+            if vllm_config.speculative_config is not None and mode is not Mode.OFF:
                 from nwor.vllm.frontend import hook_manager  # noqa: PLC0415 - speculation only
 
                 hook_manager(self, vllm_config)
@@ -155,7 +157,7 @@ def hook_loggers(settings: Settings) -> None:
     seams.wrap_symbol(seams.LOGGERS_INIT, make)
 
 
-HOOKS: tuple[tuple[str, Callable[[Settings], None]], ...] = (
+HOOKS: tuple[tuple[str, Callable[[], None]], ...] = (
     (seams.CORE, hook_core),
     (seams.SCHEDULER, hook_scheduler),
     (seams.RUNNER, hook_runner),

@@ -77,7 +77,8 @@ def engine(models: Callable[[str], str]) -> Iterator[Callable[..., object]]:
     from harness import Engine
 
     def get(model: str = "llama", **options: object) -> Engine:
-        key = repr((model, sorted(options.items()), os.environ.get("NWOR_STAGING_PAGES")))
+        settings = {k: v for k, v in os.environ.items() if k.startswith("NWOR_")}
+        key = repr((model, sorted(options.items()), settings))
         if key not in _ENGINE:
             for old in _ENGINE.values():
                 old.close()

@@ -22,6 +22,7 @@ class ScriptedDrafter:
     scripts: list[list[int]] = []  # noqa: RUF012 - shared with the test in the same process
     silent = False
     limit = 64  # drafts at most
+    least = 0  # drafts at least
 
     def __init__(self, config: Any) -> None:
         self.k = config.speculative_config.num_speculative_tokens
@@ -54,6 +55,6 @@ class ScriptedDrafter:
         rng = random.Random(str(tokens[-8:]) + str(len(tokens)))
         script = next((s for s in self.scripts if s[: len(tokens)] == tokens), [])
         right = script[len(tokens) : len(tokens) + rng.randint(0, self.k)]
-        wrong = [rng.randrange(4, self.vocab) for _ in range(rng.randint(0, self.k))]
-        length = rng.choice([self.k, self.k, rng.randint(0, self.k)])
+        wrong = [rng.randrange(4, self.vocab) for _ in range(rng.randint(self.least, self.k))]
+        length = max(rng.choice([self.k, self.k, rng.randint(0, self.k)]), self.least)
         return (right + wrong)[: min(length, self.limit)]

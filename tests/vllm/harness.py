@@ -62,6 +62,8 @@ class Engine:
         **options: Any,
     ) -> None:
         speculative = {"num_speculative_tokens": k, **(speculative or SCRIPTED)}
+        if "none" in speculative:
+            speculative = None
         defaults = {
             "dtype": "float32",
             "max_model_len": 256,

@@ -137,7 +137,7 @@ class _Group:
 
     @classmethod
     def build(cls, durable: KVRows, max_rows: int, bind: Binder) -> _Group:
-        arena = KVRows(_staging(durable.key, max_rows), _staging(durable.value, max_rows))
+        arena = _arena(durable, max_rows)
         keys, values = arena.key[:, 0].unbind(), arena.value[:, 0].unbind()
         return cls(durable, arena, bind(arena, durable), keys, values)
 
@@ -146,10 +146,16 @@ class _Group:
             view.fill_(float("nan") if view.is_floating_point() else 0x55)
 
 
-def _staging(view: Tensor, max_rows: int) -> Tensor:
-    """Allocate staging rows like those of `view`: one page per layer."""
-    layers, _, _, heads, dim = view.shape
-    return torch.zeros((layers, 1, max_rows, heads, dim), dtype=view.dtype, device=view.device)
+def _arena(durable: KVRows, max_rows: int) -> KVRows:
+    """Allocate staging rows like a group's: one page per layer; K and V in one block if alike."""
+
+    def shape(view: Tensor) -> tuple[int, ...]:
+        return (view.shape[0], 1, max_rows, *view.shape[3:])
+
+    key, value = durable.key, durable.value
+    if (shape(key), key.dtype) == (shape(value), value.dtype):
+        return KVRows(*key.new_zeros((2, *shape(key))))
+    return KVRows(key.new_zeros(shape(key)), value.new_zeros(shape(value)))
 
 
 def _known(groups: Mapping[str, _Group], name: str) -> _Group:

@@ -19,12 +19,13 @@ from nwor.errors import (
     StaleWindowError,
     WindowOpenError,
 )
+from nwor.layer_memory import LayerMemory
 from nwor.layout import KVRows, Layout
 from nwor.metrics import FallbackReason, Metrics
 from nwor.scales import ScaleAxis
 from nwor.window import WindowSequence
 from nwor.window_rows import WindowRows
-from nwor.writer_window import LayerMemory, WriterWindow
+from nwor.writer_window import WriterWindow
 from nwor.writers import Hold, LayerRows, Writer
 
 
@@ -136,9 +137,11 @@ class DeferredWriteManager:
             self.metrics.windows += self._mode is Mode.IMMEDIATE
             return False
         generation = self._windows.next_generation()
-        if not len(num_draft_tokens) or (rows is None and not sum(num_draft_tokens)):
+        if not len(num_draft_tokens):
             return False
         drafts = WindowRows.drafts(num_draft_tokens)
+        if rows is None and not drafts.num_rows:
+            return False
         if rows is not None and rows.num_drafts != drafts.num_drafts:
             raise RowCountError(
                 f"num_draft_tokens {list(drafts.num_drafts)}, but rows of {list(rows.num_drafts)}"

@@ -31,14 +31,16 @@ def resolve_axis(
     Raises:
         ScaleError: unknown axis, too few entries for `rows`, or ambiguous without an axis.
     """
+    axis = None if axis is None else _parse(axis)
+    if scale is None:
+        return ScaleAxis.TENSOR
     if axis is not None:
-        axis = _parse(axis)
-        if axis is ScaleAxis.TOKEN and scale is not None and (not scale.ndim or len(scale) < rows):
+        if axis is ScaleAxis.TOKEN and (not scale.ndim or scale.shape[0] < rows):
             raise ScaleError(
                 f"{name} of shape {tuple(scale.shape)} is not per token of {rows} rows"
             )
         return axis
-    if scale is None or scale.numel() == 1:
+    if scale.numel() == 1:
         return ScaleAxis.TENSOR
     per_token = scale.shape[0] in (rows, rows + 1)
     if scale.ndim == 1 and not per_token:

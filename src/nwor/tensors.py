@@ -14,6 +14,8 @@ def require_storage(name: str, tensor: Tensor) -> None:
     Raises:
         NoStorageError: there is nothing to stage or to write; the caller writes through.
     """
+    if type(tensor) is Tensor and tensor.data_ptr():
+        return  # by far the most common case, and this is called for every layer
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         raise NoStorageError(
             f"{name} is a {type(tensor).__name__} without storage: cannot stage it"

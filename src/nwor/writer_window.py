@@ -16,22 +16,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nwor.errors import (
-    CommitError,
-    RowCountError,
-    ScaleError,
-    StageError,
-    TensorMismatchError,
-    UnknownLayerError,
-)
+from nwor.errors import CommitError, RowCountError, StageError, UnknownLayerError
+from nwor.layer_memory import KnownLayer, LayerMemory, check_same
 from nwor.metrics import Metrics, Written
 from nwor.plan import CommitPlan
-from nwor.scales import ScaleAxis, cut_scale, resolve_axis
+from nwor.scales import ScaleAxis, cut_scale
 from nwor.slots import check_slot_tensor, check_slot_values
-from nwor.tensors import require_storage, version
+from nwor.tensors import version
 from nwor.window import Window
 from nwor.window_rows import WindowRows
-from nwor.writers import Hold, Home, LayerRows, Undo
+from nwor.writers import Hold, LayerRows, Undo
 
 Mask = Callable[[Tensor], Tensor]
 """Slot mapping ``[rows]`` to the same with -1 for rows that are not to be written."""
@@ -59,7 +53,7 @@ class _Chunk:
     slots: _Mapping
     k_scale: Tensor | None
     v_scale: Tensor | None
-    versions: tuple[int, int]
+    versions: tuple[int, int] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,10 +61,8 @@ class _Layer:
     """What one layer has staged so far; `first` are the rows it began with."""
 
     name: str
+    known: KnownLayer
     first: LayerRows
-    axes: tuple[ScaleAxis, ScaleAxis]
-    home: Home | None
-    row_bytes: int
     count: int = 0
     chunks: list[_Chunk] = field(default_factory=list)
 
@@ -82,42 +74,6 @@ class _Cut:
     masked: Tensor
     rows: Tensor
     slots: Tensor
-
-
-@dataclass(slots=True, eq=False)
-class LayerMemory:
-    """What outlives a window: each layer's buffers for `Hold.COPY`, and the view of its caches."""
-
-    buffers: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    homes: dict[str, tuple[Tensor, Tensor, object, Home | None]] = field(default_factory=dict)
-
-    def hold(self, layer: str, part: str, start: int, rows: Tensor, limit: int) -> Tensor:
-        """Copy `rows` into the layer's buffer from row `start` on; `limit` rows fit at the most."""
-        held = self.buffers.get((layer, part))
-        if (
-            held is None
-            or held.shape[0] < limit
-            or held.shape[1:] != rows.shape[1:]
-            or held.dtype != rows.dtype
-            or held.device != rows.device
-        ):
-            held = rows.new_empty((limit, *rows.shape[1:]))
-            self.buffers[layer, part] = held
-        return held.narrow(0, start, rows.shape[0]).copy_(rows)
-
-    def home(self, layer: str, rows: LayerRows) -> Home | None:
-        """Return the view of a layer's caches; built once, as long as the caches are the same."""
-        known = self.homes.get(layer)
-        if (
-            known is not None
-            and known[0] is rows.key_cache
-            and known[1] is rows.value_cache
-            and known[2] is rows.layout
-        ):
-            return known[3]
-        home = Home.of(rows)
-        self.homes[layer] = (rows.key_cache, rows.value_cache, rows.layout, home)
-        return home
 
 
 class WriterWindow(Window):
@@ -147,7 +103,7 @@ class WriterWindow(Window):
         super().__init__(rows, generation, metrics)
         self._memory = memory
         self._hold = hold
-        self._known = layers
+        self._names = layers
         self._undo = undo
         self._layers: dict[str, _Layer] = {}
         self._mappings: dict[tuple[object, ...], _Mapping] = {}
@@ -166,25 +122,25 @@ class WriterWindow(Window):
             StaleWindowError: the window is closed.
         """
         self._require_open("stage")
-        if self._known is not None and layer not in self._known:
-            raise UnknownLayerError(f"no layer {layer!r}; layers: {sorted(self._known)}")
         state = self._layers.get(layer)
-        start = state.count if state else 0
+        start = 0 if state is None else state.count
         slots = self._within_budget(layer, rows.slots, start)
         count = slots.shape[0]
-        check_parts(rows, count)
+        known = self._known_layer(layer, rows, count)
         if state is None:
-            state = self._new_layer(layer, rows, count)
+            state = _Layer(layer, known, rows)
         else:
-            _check_same(state, rows, count)
-        mapping = self._mapping(slots, state.home)
+            check_same(layer, state.known, state.first, known, rows)
+        mapping = self._mapping(slots, known)
         self._layers[layer] = state
         state.chunks.append(self._held(layer, rows, mapping, start))
         state.count += count
-        self._staged.add(count, state.row_bytes)
+        self._staged.add(count, known.row_bytes)
 
     def _within_budget(self, layer: str, slots: Tensor, start: int) -> Tensor:
         """Cut the slot mapping to the rows the window has left; what is cut off must be padding."""
+        if self._names is not None and layer not in self._names:
+            raise UnknownLayerError(f"no layer {layer!r}; layers: {sorted(self._names)}")
         check_slot_tensor(slots)
         room = self.rows.num_rows - start
         if slots.shape[0] <= room:
@@ -196,24 +152,23 @@ class WriterWindow(Window):
             )
         return slots[:room]
 
-    def _new_layer(self, layer: str, rows: LayerRows, count: int) -> _Layer:
-        axes = axes_of(rows, count)
-        home = self._memory.home(layer, rows)
-        row_bytes = rows.key[:1].numel() * rows.key_cache.element_size()
-        row_bytes += rows.value[:1].numel() * rows.value_cache.element_size()
-        return _Layer(layer, rows, axes, home, row_bytes)
-
-    def _mapping(self, slots: Tensor, home: Home | None) -> _Mapping:
-        """Check a slot mapping's values and hold it; both once for all layers that share it."""
-        limit = home.num_slots if home is not None and home.declared else None
-        where = (slots.data_ptr(), slots.shape[0], slots.stride(), slots.dtype)
-        key = (*where, version(slots), limit)
-        known = self._mappings.get(key)
-        if known is None:
-            check_slot_values(slots, limit)
-            held = slots.clone() if self._hold is Hold.COPY else slots
-            known = self._mappings[key] = _Mapping(slots, held)
+    def _known_layer(self, layer: str, rows: LayerRows, count: int) -> KnownLayer:
+        """Check the rows, unless they are more of what this layer staged last time."""
+        known = self._memory.layers.get(layer)
+        if known is None or not known.fits(rows, count):
+            known = self._memory.layers[layer] = KnownLayer.of(rows, count)
         return known
+
+    def _mapping(self, slots: Tensor, known: KnownLayer) -> _Mapping:
+        """Check a slot mapping's values and hold it; both once for all layers that share it."""
+        where = (slots.data_ptr(), slots.shape[0], slots.stride(0), slots.dtype)
+        key = (*where, version(slots), known.num_slots)
+        mapping = self._mappings.get(key)
+        if mapping is None:
+            check_slot_values(slots, known.num_slots)
+            held = slots.clone() if self._hold is Hold.COPY else slots
+            mapping = self._mappings[key] = _Mapping(slots, held)
+        return mapping
 
     def _held(self, layer: str, rows: LayerRows, mapping: _Mapping, start: int) -> _Chunk:
         count, limit = mapping.held.shape[0], self.rows.num_rows
@@ -222,13 +177,15 @@ class WriterWindow(Window):
         if self._hold is Hold.COPY:
             key = self._memory.hold(layer, "key", start, key, limit)
             value = self._memory.hold(layer, "value", start, value, limit)
-        versions = version(key), version(value)
+            versions = None
+        else:
+            versions = version(key), version(value)
         return _Chunk(key, value, mapping, rows.k_scale, rows.v_scale, versions)
 
     def _check_staged(self, plan: CommitPlan) -> None:
         if not self._layers:
             return
-        for name in self._known or ():
+        for name in self._names or ():
             if name not in self._layers:
                 raise RowCountError(f"layer {name!r} has staged no rows")
         for layer in self._layers.values():
@@ -268,7 +225,9 @@ class WriterWindow(Window):
         """Call every layer's writer once: all layers, or none."""
         work = [(layer, self._cuts[_mapping_ids(layer)]) for layer in self._layers.values()]
         work = [(layer, cut) for layer, cut in work if cut.rows.shape[0]]
-        saved = [Undo.save(layer.home, cut.slots) if self._undo else None for layer, cut in work]
+        saved = [
+            Undo.save(layer.known.home, cut.slots) if self._undo else None for layer, cut in work
+        ]
         wrote = Written()
         for index, (layer, cut) in enumerate(work):
             try:
@@ -283,7 +242,7 @@ class WriterWindow(Window):
                     layer_id=layer.name,
                     restored=restored,
                 ) from error
-            wrote.add(cut.rows.shape[0], layer.row_bytes)
+            wrote.add(cut.rows.shape[0], layer.known.row_bytes)
         return wrote
 
     def _discard(self) -> None:
@@ -292,53 +251,10 @@ class WriterWindow(Window):
         self._cuts.clear()
 
 
-def check_parts(rows: LayerRows, count: int) -> None:
-    """Refuse K/V without storage, shorter than their slot mapping, or scattered over devices."""
-    for name, part in (("key", rows.key), ("value", rows.value)):
-        require_storage(name, part)
-        if part.ndim < 2 or part.shape[0] < count:
-            raise RowCountError(f"{name} has shape {tuple(part.shape)} for {count} slots")
-        if part.device != rows.slots.device:
-            raise TensorMismatchError(
-                f"{name} is on {part.device}, its slot mapping on {rows.slots.device}"
-            )
-    for name, cache in (("key_cache", rows.key_cache), ("value_cache", rows.value_cache)):
-        require_storage(name, cache)
-        if cache.device != rows.key.device:
-            raise TensorMismatchError(f"{name} is on {cache.device}, K/V on {rows.key.device}")
-
-
-def axes_of(rows: LayerRows, count: int) -> tuple[ScaleAxis, ScaleAxis]:
-    """Axes of the K and the V scale; see `resolve_axis`."""
-    heads = rows.key.shape[1]
-    return (
-        resolve_axis("k_scale", rows.k_scale, rows.scale_axis, count, heads),
-        resolve_axis("v_scale", rows.v_scale, rows.scale_axis, count, heads),
-    )
-
-
-def _check_same(layer: _Layer, rows: LayerRows, count: int) -> None:
-    """Refuse a chunk that is not more of what the layer began with."""
-    first = layer.first
-    for name in ("key", "value", "key_cache", "value_cache"):
-        a, b = getattr(rows, name), getattr(first, name)
-        outer = 1 if name in {"key", "value"} else 0
-        if a.shape[outer:] != b.shape[outer:] or a.dtype != b.dtype:
-            raise TensorMismatchError(
-                f"layer {layer.name!r}: {name} {tuple(a.shape)} {a.dtype} differs from "
-                f"{tuple(b.shape)} {b.dtype} of its first rows"
-            )
-        if not outer and a.data_ptr() != b.data_ptr():
-            raise TensorMismatchError(f"layer {layer.name!r}: {name} is another tensor than before")
-    axes = axes_of(rows, count)
-    if axes != layer.axes:
-        raise ScaleError(f"layer {layer.name!r}: scale axes {axes}, its first rows {layer.axes}")
-
-
 def _check_untouched(layer: _Layer) -> None:
-    """See that nobody has overwritten the rows a chunk refers to."""
+    """See that nobody has overwritten the tensors that `Hold.REFERENCE` refers to."""
     for chunk in layer.chunks:
-        if (version(chunk.key), version(chunk.value)) != chunk.versions:
+        if chunk.versions not in (None, (version(chunk.key), version(chunk.value))):
             raise StageError(
                 f"layer {layer.name!r}: staged K/V was overwritten before the commit; "
                 "hold rows with hold='copy'"
@@ -352,14 +268,14 @@ def _mapping_ids(layer: _Layer) -> tuple[int, ...]:
 def _call_writer(layer: _Layer, cut: _Cut) -> None:
     first, chunks = layer.first, layer.chunks
     key, value = _joined([c.key for c in chunks]), _joined([c.value for c in chunks])
-    k_scale = _joined_scale(layer.axes[0], [(c.k_scale, c.key) for c in chunks])
-    v_scale = _joined_scale(layer.axes[1], [(c.v_scale, c.value) for c in chunks])
+    k_scale = _joined_scale(layer.known.axes[0], [(c.k_scale, c.key) for c in chunks])
+    v_scale = _joined_scale(layer.known.axes[1], [(c.v_scale, c.value) for c in chunks])
     slots = cut.masked
     if not first.skips_negative and cut.rows.shape[0] < key.shape[0]:
         rows, slots = cut.rows, cut.slots
         key, value = key.index_select(0, rows), value.index_select(0, rows)
-        k_scale = cut_scale(k_scale, layer.axes[0], rows)
-        v_scale = cut_scale(v_scale, layer.axes[1], rows)
+        k_scale = cut_scale(k_scale, layer.known.axes[0], rows)
+        v_scale = cut_scale(v_scale, layer.known.axes[1], rows)
     first.writer(
         key,
         value,

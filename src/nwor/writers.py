@@ -43,9 +43,9 @@ class Hold(StrEnum):
     compiled code are not."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LayerRows:
-    """Rows of one layer as handed to `WriterWindow.stage`.
+    """Rows of one layer as handed to `WriterWindow.stage`. Made per layer and step: not frozen.
 
     Attributes:
         key, value: ``[n, …]``; rows beyond the slot mapping are padding and ignored.

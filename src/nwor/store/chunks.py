@@ -1,7 +1,7 @@
 """See a strided store as one flat list of contiguous chunks, so that moving rows is moving chunks.
 
 A *chunk* is the longest contiguous run that rows are made of: the whole row for NHD stores, one head
-of a row for HND ones. A *lane* is where a (layer, head) starts; chunk number = lane + row offset.
+of a row for HND ones. A *lane* is where a (K or V, layer, head) starts; chunk = lane + row offset.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nwor.layout import KVRows
+
 # complex128 is torch's widest plain word. Index ops only copy it, so any bit pattern survives.
 _WORDS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,7 +20,7 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A ``[layer, page, row, head, dim]`` view as chunks.
+    """A ``[…lanes, page, row, head, dim]`` view as chunks.
 
     Attributes:
         words: ``[chunks, words]``, contiguous; shares the view's memory.
@@ -42,9 +44,12 @@ class Chunks:
         return slots * self.row_step + page * (self.page_step - self.page_size * self.row_step)
 
 
-def as_bits(view: Tensor) -> Tensor:
-    """Reinterpret elements as integers: index ops exist for those, not for every float8."""
-    return view.view(_INTS[view.element_size()])
+def view_pairs(src: KVRows, dst: KVRows) -> list[tuple[Tensor, Tensor]]:
+    """Return the views to move, as integers: K and V as one view each side, where both allow it."""
+    one_src, one_dst = _joined(src), _joined(dst)
+    if one_src is not None and one_dst is not None:
+        return [(one_src, one_dst)]
+    return [(_as_bits(src.key), _as_bits(dst.key)), (_as_bits(src.value), _as_bits(dst.value))]
 
 
 def chunk_pair(src: Tensor, dst: Tensor) -> tuple[Chunks, Chunks] | None:
@@ -58,24 +63,39 @@ def chunk_pair(src: Tensor, dst: Tensor) -> tuple[Chunks, Chunks] | None:
     return _chunks(src, run, word), _chunks(dst, run, word)
 
 
+def _as_bits(view: Tensor) -> Tensor:
+    """Reinterpret elements as integers: index ops exist for those, not for every float8."""
+    return view.view(_INTS[view.element_size()])
+
+
+def _joined(rows: KVRows) -> Tensor | None:
+    """View K and V as one ``[2, layer, page, row, head, dim]``; None if they are not alike."""
+    key, value = rows.key, rows.value
+    if (key.shape, key.stride(), key.dtype) != (value.shape, value.stride(), value.dtype):
+        return None
+    step = value.storage_offset() - key.storage_offset()
+    if step <= 0 or key.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        return None
+    return _as_bits(key).as_strided((2, *key.shape), (step, *key.stride()))
+
+
 def _run_length(view: Tensor) -> int:
     """Elements of the longest contiguous run rows of `view` are made of; 0 if there is none."""
-    heads, dim = view.shape[3:]
-    if dim > 1 and view.stride(4) != 1:
+    heads, dim = view.shape[-2:]
+    if dim > 1 and view.stride(-1) != 1:
         return 0
-    return heads * dim if heads == 1 or view.stride(3) == dim else dim
+    return heads * dim if heads == 1 or view.stride(-2) == dim else dim
 
 
-def _outer_dims(view: Tensor, run: int) -> int:
-    """Leading dims outside a run: heads are inside it if the run is longer than one head."""
-    return 3 if run == view.shape[3] * view.shape[4] else 4
+def _outer(view: Tensor, run: int) -> tuple[list[int], list[int]]:
+    """Sizes and strides of the dims outside a run; heads are inside a run longer than one head."""
+    inside = 2 if run == view.shape[-2] * view.shape[-1] else 1
+    return list(view.shape[:-inside]), list(view.stride()[:-inside])
 
 
 def _is_whole(view: Tensor, run: int) -> bool:
     """Tell whether all steps between runs are whole runs."""
-    outer = _outer_dims(view, run)
-    dims = zip(view.shape[:outer], view.stride()[:outer], strict=True)
-    return all(step % run == 0 for size, step in dims if size > 1)
+    return all(step % run == 0 for size, step in zip(*_outer(view, run), strict=True) if size > 1)
 
 
 def _fits(view: Tensor, run: int, word: torch.dtype) -> bool:
@@ -84,12 +104,13 @@ def _fits(view: Tensor, run: int, word: torch.dtype) -> bool:
 
 
 def _chunks(view: Tensor, run: int, word: torch.dtype) -> Chunks:
-    outer = _outer_dims(view, run)
-    steps = view.stride()
-    last = sum((n - 1) * s for n, s in zip(view.shape[:outer], steps[:outer], strict=True))
+    sizes, steps = _outer(view, run)
+    last = sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
     words = view.as_strided((last // run + 1, run), (run, 1)).view(word)
-    lanes = torch.arange(view.shape[0], device=view.device) * (steps[0] // run)
-    if outer == 4:
-        heads = torch.arange(view.shape[3], device=view.device) * (steps[3] // run)
-        lanes = (lanes[:, None] + heads).flatten()
-    return Chunks(words, lanes, steps[1] // run, steps[2] // run, view.shape[2])
+    lead = view.ndim - 4
+    page_step, row_step = (step // run for step in steps[lead : lead + 2])
+    lanes = torch.zeros(1, dtype=torch.int64, device=view.device)
+    for dim in (*range(lead), *range(lead + 2, len(sizes))):
+        starts = torch.arange(sizes[dim], device=view.device) * (steps[dim] // run)
+        lanes = (lanes[:, None] + starts).flatten()
+    return Chunks(words, lanes, page_step, row_step, view.shape[lead + 1])

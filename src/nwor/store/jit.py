@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nwor.errors import InputError
 from nwor.layout import KVRows
-from nwor.store.chunks import Chunks, as_bits, chunk_pair
-from nwor.store.movers import Move, both, check_pair
+from nwor.store.chunks import Chunks, chunk_pair, view_pairs
+from nwor.store.movers import Move, check_pair, in_turn
 
 
 def bind_numba(src: KVRows, dst: KVRows) -> Move:
@@ -23,13 +23,16 @@ def bind_numba(src: KVRows, dst: KVRows) -> Move:
     check_pair(src, dst)
     if dst.device.type != "cpu":
         raise InputError(f"mover 'numba' moves rows on the CPU, these are on {dst.device}")
-    return both(_bind_view(src.key, dst.key), _bind_view(src.value, dst.value))
+    return in_turn([_bind_view(*views) for views in view_pairs(src, dst)])
 
 
 def _bind_view(src: Tensor, dst: Tensor) -> Move:
-    src, dst = as_bits(src), as_bits(dst)
     pair = chunk_pair(src, dst)
-    return _chunk_move(*pair) if pair else _strided_move(src, dst)
+    if pair:
+        return _chunk_move(*pair)
+    if src.ndim == 6:  # K and V joined, but not made of runs: the loop below takes one at a time
+        return in_turn([_strided_move(a, b) for a, b in zip(src, dst, strict=True)])
+    return _strided_move(src, dst)
 
 
 def _chunk_move(src: Chunks, dst: Chunks) -> Move:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nwor.errors import InputError, TensorMismatchError
 from nwor.layout import KVRows
-from nwor.store.chunks import Chunks, as_bits, chunk_pair
+from nwor.store.chunks import Chunks, chunk_pair, view_pairs
 
 Move = Callable[[Tensor, Tensor], None]
 """``move(src_slots, dst_slots)``: int64 ``[n]`` each, no padding, destination slots distinct."""
@@ -51,16 +51,16 @@ def get_mover(name: str) -> Binder:
 def bind_torch(src: KVRows, dst: KVRows) -> Move:
     """Bind the default mover: torch index ops, any device, any layout."""
     check_pair(src, dst)
-    return both(_bind_view(src.key, dst.key), _bind_view(src.value, dst.value))
+    return in_turn([_bind_view(*views) for views in view_pairs(src, dst)])
 
 
-def both(move_key: Move, move_value: Move) -> Move:
+def in_turn(moves: list[Move]) -> Move:
     """Join the moves of K and V; nothing is launched for an empty list."""
 
     def move(src_slots: Tensor, dst_slots: Tensor) -> None:
         if src_slots.shape[0]:
-            move_key(src_slots, dst_slots)
-            move_value(src_slots, dst_slots)
+            for part in moves:
+                part(src_slots, dst_slots)
 
     return move
 
@@ -81,7 +81,6 @@ def check_pair(src: KVRows, dst: KVRows) -> None:
 
 
 def _bind_view(src: Tensor, dst: Tensor) -> Move:
-    src, dst = as_bits(src), as_bits(dst)
     pair = chunk_pair(src, dst)
     return _ChunkMove(*pair) if pair else _IndexedMove(src, dst)
 
@@ -105,15 +104,15 @@ class _ChunkMove:
 
 
 class _IndexedMove:
-    """Advanced indexing over ``[layer, page, row]``: right for any strides."""
+    """Advanced indexing over ``[…, page, row]``: right for any strides."""
 
     def __init__(self, src: Tensor, dst: Tensor) -> None:
         self._src, self._dst = src, dst
 
     def __call__(self, src_slots: Tensor, dst_slots: Tensor) -> None:
-        src_page, src_row = split_slots(src_slots, self._src.shape[2])
-        dst_page, dst_row = split_slots(dst_slots, self._dst.shape[2])
-        self._dst[:, dst_page, dst_row] = self._src[:, src_page, src_row]
+        src_page, src_row = split_slots(src_slots, self._src.shape[-3])
+        dst_page, dst_row = split_slots(dst_slots, self._dst.shape[-3])
+        self._dst[..., dst_page, dst_row, :, :] = self._src[..., src_page, src_row, :, :]
 
 
 def split_slots(slots: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

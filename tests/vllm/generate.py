@@ -1,6 +1,6 @@
 """Run an engine in processes of its own and print what it gave, as one line of JSON.
 
-    python generate.py MODEL PROMPTS.json [--tp N] [--k K]
+python generate.py MODEL PROMPTS.json [--tp N] [--k K]
 """
 
 from __future__ import annotations

@@ -215,7 +215,9 @@ def test_d18_server_with_concurrent_streams(server: Server, plain: list[list[int
     time.sleep(2.5)  # two log intervals
     metrics = server.metrics()
     reconcile(metrics)
-    assert metrics["nwor:bytes_written_total"] == metrics["nwor:rows_written_total"] * 2 * 2 * 32 * 4
+    assert (
+        metrics["nwor:bytes_written_total"] == metrics["nwor:rows_written_total"] * 2 * 2 * 32 * 4
+    )
     assert metrics["nwor:staging_pages"] == 16
     log = server.log.read_text()
     assert len(re.findall("nwor: drafted rows are staged on 16 of 160", log)) == 1

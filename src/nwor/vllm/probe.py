@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nwor.errors import LayoutError
-from nwor.layout import KVRows
+from nwor.layout import KVRows, Layout
 
 Writer = Callable[[Tensor, Tensor, Tensor], None]
 """``write(key, value, slots)``: key and value ``[rows, heads, dim]``, slots int64 ``[rows]``."""
@@ -75,3 +75,33 @@ def as_float(view: Tensor, fp8: str) -> Tensor:
         kind = torch.float8_e5m2 if fp8 == "e5m2" else torch.float8_e4m3fn
         view = view.contiguous().view(kind)
     return view.to(torch.float32)
+
+
+def fp8_kind(cache_dtype: str) -> str:
+    """Name the fp8 format of vLLM's `cache_dtype`."""
+    return "e5m2" if "e5m2" in cache_dtype else "e4m3"
+
+
+def probe_cpu_layout(
+    *, heads: int, dim: int, page_size: int, dtype: torch.dtype, cache_dtype: str
+) -> None:
+    """Probe the layout of vLLM's CPU attention on a scratch cache, without an engine.
+
+    Raises:
+        LayoutError: a row is not where the view says.
+    """
+    from vllm import _custom_ops as ops  # noqa: PLC0415 - only where vLLM is
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
+
+    fp8 = cache_dtype.startswith("fp8")
+    cache = torch.zeros((3, heads, page_size, 2 * dim), dtype=torch.uint8 if fp8 else dtype)
+    key_cache, value_cache = cache.view(3, heads, 2 * page_size, dim).chunk(2, dim=2)
+    isa = _get_attn_isa(dtype, page_size, dim, cache_dtype)
+
+    def write(key: Tensor, value: Tensor, slots: Tensor) -> None:
+        ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache, slots, isa, kv_cache_dtype=cache_dtype
+        )
+
+    rows = KVRows.of(Layout.VLLM_CPU, [cache])
+    probe_rows(rows, write, 1, dtype=dtype, fp8=fp8_kind(cache_dtype))

@@ -35,7 +35,7 @@ from nwor.store.paged import VerifyBatch
 from nwor.vllm import seams
 from nwor.vllm.eligibility import EngineRefusal, Refusal
 from nwor.vllm.geometry import LAYOUTS, CacheGroup, GeometryError, cache_groups
-from nwor.vllm.probe import probe_rows
+from nwor.vllm.probe import fp8_kind, probe_rows
 from nwor.vllm.reservation import Reservation
 from nwor.vllm.stats import Increments, attach_sample
 
@@ -108,7 +108,7 @@ def _probe_group(runner: Any, group: CacheGroup, page: int) -> None:  # noqa: AN
                 write,
                 page,
                 dtype=runner.model_config.dtype,
-                fp8="e5m2" if "e5m2" in runner.cache_config.cache_dtype else "e4m3",
+                fp8=fp8_kind(runner.cache_config.cache_dtype),
             )
         except LayoutError as error:
             raise GeometryError(

@@ -96,10 +96,23 @@ def _copy_elements(  # pragma: no cover - compiled
 ) -> None:
     layers, _, src_page, heads, dim = src.shape
     dst_page = dst.shape[2]
-    for layer in range(layers):
-        for i in range(src_slots.shape[0]):
-            a, b = src_slots[i] // src_page, dst_slots[i] // dst_page
-            c, d = src_slots[i] - a * src_page, dst_slots[i] - b * dst_page
+    start, rows = 0, src_slots.shape[0]
+    while start < rows:
+        a, b = src_slots[start] // src_page, dst_slots[start] // dst_page
+        c, d = src_slots[start] - a * src_page, dst_slots[start] - b * dst_page
+        # Rows that follow each other on both sides share cache lines where dims come before rows.
+        length, limit = 1, min(src_page - c, dst_page - d, rows - start)
+        while (
+            length < limit
+            and src_slots[start + length] == src_slots[start] + length
+            and dst_slots[start + length] == dst_slots[start] + length
+        ):
+            length += 1
+        for layer in range(layers):
             for head in range(heads):
                 for element in range(dim):
-                    dst[layer, b, d, head, element] = src[layer, a, c, head, element]
+                    for row in range(length):
+                        dst[layer, b, d + row, head, element] = src[
+                            layer, a, c + row, head, element
+                        ]
+        start += length

@@ -1,0 +1,223 @@
+"""stage and immediate against off on vLLM: tokens per second, and what a window costs.
+
+    python bench/vllm_modes.py --model PATH [--pairs 5] [--json OUT]
+
+One engine in this process serves all modes: hooks are put in and taken out between runs, so model,
+memory and cache are the same. Modes take turns and the order rotates. Tokens must be equal in all
+modes, or no time is reported; and every mode's prefix cache starts empty.
+
+vLLM's n-gram drafter drafts from what was said before, so prompts are texts that repeat themselves
+to different degrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("NWOR_STAGING_PAGES", "96")
+
+from vllm import LLM, SamplingParams, __version__
+
+from nwor.manager import Mode
+
+MODES = (Mode.OFF, Mode.IMMEDIATE, Mode.STAGE)
+
+SEEDS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n",
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,",
+    "Monday: rain. Tuesday: sun. Wednesday: rain. Thursday: sun. Friday: rain. Saturday:",
+    "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is",
+    '{"name": "Ann", "age": 31, "city": "Oslo"}\n{"name": "Bob", "age": 42, "city": "Bonn"}\n{"name":',
+    "| city | country |\n|---|---|\n| Paris | France |\n| Rome | Italy |\n| Madrid | Spain |\n|",
+    "A red apple, a green apple, a red pear, a green pear, a red plum, a green plum, a red",
+    "Q: What is 2 + 2?\nA: 4\n\nQ: What is 3 + 3?\nA: 6\n\nQ: What is 4 + 4?\nA:",
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="path of Gemma 3 270M (or another model)")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each mode")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--context", type=int, default=0, help="extra tokens before each prompt")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def engine(args: argparse.Namespace) -> LLM:
+    return LLM(
+        args.model,
+        dtype=args.dtype,
+        max_model_len=args.context + 512,
+        max_num_seqs=max(args.requests),
+        num_gpu_blocks_override=96 + 6 * max(args.requests) * (args.context // 128 + 4),
+        enforce_eager=args.eager,
+        disable_log_stats=False,
+        seed=0,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": args.k,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+        },
+    )
+
+
+def measure(llm: LLM, prompts: list[Any], args: argparse.Namespace, mode: Mode) -> dict[str, Any]:
+    """One run of all prompts in one mode; decode steps only."""
+    core = llm.llm_engine.engine_core.engine_core
+    windows = core.model_executor.driver_worker.worker.model_runner.nwor
+    windows.set_mode(mode)
+    llm.reset_prefix_cache()
+    before = windows.metrics.snapshot()
+    spent = windows.begin_seconds, windows.commit_seconds
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(index), prompt, params)
+    tokens: dict[str, list[int]] = {}
+    steps, produced, started = 0, 0, 0.0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        if steps == 0:
+            started = time.perf_counter()  # the prompts have been prefilled
+        steps += 1
+    seconds = time.perf_counter() - started
+    produced = sum(map(len, tokens.values())) - len(prompts)
+    after = windows.metrics.snapshot()
+    added = {name: after[name] - before[name] for name in after if name != "fallbacks"}
+    return {
+        "mode": mode.value,
+        "tokens": tokens,
+        "steps": steps - 1,
+        "seconds": seconds,
+        "tokens_per_second": produced / seconds,
+        "begin_ms": 1e3 * (windows.begin_seconds - spent[0]) / max(added["windows"], 1),
+        "commit_ms": 1e3 * (windows.commit_seconds - spent[1]) / max(added["windows"], 1),
+        "share": (windows.begin_seconds + windows.commit_seconds - sum(spent)) / seconds,
+        "counted": added,
+    }
+
+
+def compare(llm: LLM, number: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run all modes in turn; refuse to report if tokens differ."""
+    tokenizer = llm.get_tokenizer()
+    filler = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * (args.context // 8))
+    prompts = [
+        {
+            "prompt_token_ids": [
+                tokenizer.bos_token_id,
+                *filler[: args.context],
+                *tokenizer.encode(SEEDS[i % len(SEEDS)], add_special_tokens=False),
+            ]
+        }
+        for i in range(number)
+    ]
+    for mode in MODES:
+        measure(llm, prompts, args, mode)  # warm-up
+    runs: dict[str, list[dict[str, Any]]] = {mode.value: [] for mode in MODES}
+    reference = None
+    for turn in range(args.pairs):
+        for shift in range(len(MODES)):
+            run = measure(llm, prompts, args, MODES[(turn + shift) % len(MODES)])
+            tokens = run.pop("tokens")
+            reference = reference or tokens
+            if tokens != reference:
+                sys.exit(f"tokens differ in mode {run['mode']}: no time is reported")
+            runs[run["mode"]].append(run)
+    staged = runs["stage"]
+    counted = staged[0]["counted"]
+
+    def ratios(mode: str) -> list[float]:
+        pairs = zip(runs[mode], runs["off"], strict=True)
+        return [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]
+
+    def median(name: str, mode: str = "stage") -> float:
+        return statistics.median(run[name] for run in runs[mode])
+
+    return {
+        "requests": number,
+        "acceptance": counted["committed"] / max(counted["staged"], 1),
+        "tokens_per_second": {mode: median("tokens_per_second", mode) for mode in runs},
+        "step_ms": 1e3 * statistics.median(run["seconds"] / run["steps"] for run in runs["off"]),
+        "stage_ratio": statistics.median(ratios("stage")),
+        "stage_ratio_spread": [min(ratios("stage")), max(ratios("stage"))],
+        "immediate_ratio": statistics.median(ratios("immediate")),
+        "begin_ms": median("begin_ms"),
+        "commit_ms": median("commit_ms"),
+        "share": median("share"),
+        "rows_written": counted["rows_written"],
+        "rows_avoided": counted["rows_avoided"],
+        "runs": runs,
+    }
+
+
+def table(results: list[dict[str, Any]]) -> None:
+    print(
+        "requests  accept  step ms   off tok/s  stage/off (spread)        immediate/off  "
+        "begin ms  commit ms  share"
+    )
+    for r in results:
+        low, high = r["stage_ratio_spread"]
+        print(
+            f"{r['requests']:8d}  {r['acceptance']:6.0%}  {r['step_ms']:7.1f}  "
+            f"{r['tokens_per_second']['off']:10.1f}  {r['stage_ratio']:.4f} ({low:.4f}–{high:.4f})  "
+            f"{r['immediate_ratio']:13.4f}  {r['begin_ms']:8.3f}  {r['commit_ms']:9.3f}  "
+            f"{r['share']:6.2%}"
+        )
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def main() -> None:
+    args = arguments()
+    llm = engine(args)
+    config = llm.llm_engine.model_config
+    results = [compare(llm, number, args) for number in args.requests]
+    table(results)
+    if args.json:
+        record = {
+            "argv": sys.argv,
+            "commit": commit(),
+            "vllm": __version__,
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+            "model": {
+                "layers": config.hf_text_config.num_hidden_layers,
+                "kv_heads": config.hf_text_config.num_key_value_heads,
+                "head_dim": config.get_head_size(),
+                "dtype": args.dtype,
+                "block_size": llm.llm_engine.vllm_config.cache_config.block_size,
+            },
+            "results": results,
+        }
+        args.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

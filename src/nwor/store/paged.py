@@ -1,0 +1,112 @@
+"""What an engine hands to the overlay: its tables once, its verifying requests every step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nwor.errors import LayoutError, RowCountError
+from nwor.layout import KVRows
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OverlayGroup:
+    """One cache group of the engine: a block table, a slot mapping, and the rows they address.
+
+    Attributes:
+        table: int32 ``[batch rows, pages]`` on the CPU, the buffer that kernels read.
+        slots: int64 ``[tokens]`` on the CPU, the buffer that kernels read.
+        rows: durable and staging rows of the group's layers, one `KVRows` per run of equally spaced
+            layers. Groups may share one: pages are told apart by number.
+    """
+
+    table: Tensor
+    slots: Tensor
+    rows: tuple[KVRows, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows or len({rows.page_size for rows in self.rows}) != 1:
+            raise LayoutError("a group needs rows, all with the same page size")
+        if self.table.ndim != 2 or self.slots.ndim != 1:
+            shapes = f"{tuple(self.table.shape)} and {tuple(self.slots.shape)}"
+            raise LayoutError(f"expected table [rows, pages] and slots [tokens], got {shapes}")
+        for name, tensor, dtype in (
+            ("table", self.table, torch.int32),
+            ("slots", self.slots, torch.int64),
+        ):
+            if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise LayoutError(
+                    f"{name} must be contiguous {dtype} on the CPU, got {tensor.dtype} on "
+                    f"{tensor.device} with strides {tensor.stride()}"
+                )
+
+    @property
+    def page_size(self) -> int:
+        """Rows per page."""
+        return self.rows[0].page_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the group."""
+        return sum(rows.num_layers for rows in self.rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in all layers of the group."""
+        return sum(rows.row_bytes * rows.num_layers for rows in self.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifyBatch:
+    """The verifying requests of one step.
+
+    Attributes:
+        requests: one identity per request, the same from step to step whatever its batch row.
+        table_rows: int64 ``[requests]``, row in the block tables.
+        first_rows: int64 ``[requests]``, first of the request's rows in the slot mappings.
+        computed: int64 ``[requests]``, the watermark: durable rows so far.
+        query_lens: int64 ``[requests]``, rows of the request; the last `num_drafts` are drafts.
+        num_drafts: int64 ``[requests]``, at least 1.
+
+    Raises:
+        RowCountError: lengths differ, or fewer rows than drafts and bonus take.
+    """
+
+    requests: Sequence[Hashable]
+    table_rows: Ints
+    first_rows: Ints
+    computed: Ints
+    query_lens: Ints
+    num_drafts: Ints
+
+    def __post_init__(self) -> None:
+        number = (len(self.requests),)
+        for name in ("table_rows", "first_rows", "computed", "query_lens", "num_drafts"):
+            found = getattr(self, name).shape
+            if found != number:
+                raise RowCountError(f"{name} has shape {found}, {number[0]} requests verify")
+        if (self.num_drafts < 1).any() or (self.query_lens <= self.num_drafts).any():
+            raise RowCountError(
+                f"requests need at least one draft and one row more than drafts, got "
+                f"{self.num_drafts.tolist()} drafts in {self.query_lens.tolist()} rows"
+            )
+        if (self.computed < 0).any() or (self.first_rows < 0).any() or (self.table_rows < 0).any():
+            raise RowCountError("computed, first_rows and table_rows must not be negative")
+
+    def take(self, chosen: NDArray[np.bool_]) -> VerifyBatch:
+        """Return the batch of the chosen requests."""
+        return VerifyBatch(
+            [request for request, use in zip(self.requests, chosen, strict=True) if use],
+            self.table_rows[chosen],
+            self.first_rows[chosen],
+            self.computed[chosen],
+            self.query_lens[chosen],
+            self.num_drafts[chosen],
+        )

@@ -1,0 +1,135 @@
+"""Can this engine be served by the overlay, and if not: why, and what to change.
+
+Questions are asked of vLLM's configuration before anything is allocated. What is not on a list here
+has not been proven and is refused: the engine then runs exactly as it would without nwor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+PROVEN_DRAFTERS = ("ngram", "draft_model", "custom_class")
+"""They propose after the restore, with tables of their own or none."""
+
+PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
+"""Cache kinds with one K and V row per token and a slot mapping."""
+
+
+class EngineRefusal(StrEnum):
+    """Why an engine is left alone; also the label on ``nwor:fallbacks_total``."""
+
+    RUNNER = "runner_v2"
+    PLATFORM = "platform"
+    DRAFTER = "drafter"
+    PIPELINE = "pipeline_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
+    ASYNC_SCHEDULING = "async_scheduling"
+    MICROBATCHING = "microbatching"
+    ENCODER_DECODER = "encoder_decoder"
+    KV_SHARING = "kv_sharing_fast_prefill"
+    CONNECTOR = "kv_connector"
+    GROUP = "unsupported_group"
+    PAGE_TOO_SMALL = "page_smaller_than_window"
+    NO_ROOM = "no_room_for_staging"
+    SEAM = "vllm_symbol"
+    LAYOUT = "layout"
+    """Found by the worker: rows are not where the backend's layout says."""
+    BACKEND = "attention_backend"
+    """Found by the worker: a backend whose block layout nwor does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One reason.
+
+    Attributes:
+        reason: the kind.
+        found: what was found.
+        remedy: what to change to be served.
+    """
+
+    reason: EngineRefusal
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.found} ({self.remedy})"
+
+
+def config_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - vllm.config.VllmConfig
+    """Yield what in a `VllmConfig` with speculation stands in the way."""
+    parallel, speculative = config.parallel_config, config.speculative_config
+    device = config.device_config.device_type
+    if device != "cpu":
+        yield Refusal(
+            EngineRefusal.PLATFORM,
+            f"device is {device}",
+            "only the CPU backend has been run; see docs/vllm.md",
+        )
+    if config.use_v2_model_runner:
+        yield Refusal(EngineRefusal.RUNNER, "the V2 model runner", "set VLLM_USE_V2_MODEL_RUNNER=0")
+    if speculative.method not in PROVEN_DRAFTERS:
+        yield Refusal(
+            EngineRefusal.DRAFTER,
+            f"drafter {speculative.method!r}",
+            f"use one of {', '.join(PROVEN_DRAFTERS)}",
+        )
+    if parallel.pipeline_parallel_size > 1:
+        yield Refusal(
+            EngineRefusal.PIPELINE,
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: earlier ranks learn of "
+            "rejections a step later",
+            "set --pipeline-parallel-size 1",
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield Refusal(
+            EngineRefusal.CONTEXT_PARALLEL,
+            "context parallelism splits a page over ranks",
+            "set both context parallel sizes to 1",
+        )
+    if config.scheduler_config.async_scheduling:
+        yield Refusal(
+            EngineRefusal.ASYNC_SCHEDULING,
+            "async scheduling: the V1 runner's token counts on the host are guesses",
+            "pass --no-async-scheduling",
+        )
+    if getattr(parallel, "enable_dbo", False):
+        yield Refusal(EngineRefusal.MICROBATCHING, "dual batch overlap", "drop --enable-dbo")
+    if config.model_config.is_encoder_decoder:
+        yield Refusal(EngineRefusal.ENCODER_DECODER, "an encoder-decoder model", "none")
+    if config.cache_config.kv_sharing_fast_prefill:
+        yield Refusal(
+            EngineRefusal.KV_SHARING, "kv_sharing_fast_prefill", "drop --kv-sharing-fast-prefill"
+        )
+    if config.kv_transfer_config is not None:
+        yield Refusal(
+            EngineRefusal.CONNECTOR,
+            f"KV connector {config.kv_transfer_config.kv_connector!r} may save rows during the "
+            "forward, when they are still staged",
+            "drop --kv-transfer-config",
+        )
+
+
+def group_refusals(
+    groups: Sequence[Any],  # vllm's KVCacheGroupSpec
+    num_draft_tokens: int,
+) -> Iterator[Refusal]:
+    """Yield what in the cache groups stands in the way."""
+    for index, group in enumerate(groups):
+        spec = group.kv_cache_spec
+        kind = type(spec).__name__
+        if kind not in PROVEN_SPECS or getattr(spec, "attention_chunk_size", None):
+            yield Refusal(
+                EngineRefusal.GROUP,
+                f"cache group {index} ({group.layer_names[0]} …) is a {kind}",
+                f"only {', '.join(PROVEN_SPECS)} are staged",
+            )
+        elif spec.block_size <= num_draft_tokens:
+            yield Refusal(
+                EngineRefusal.PAGE_TOO_SMALL,
+                f"{num_draft_tokens} drafts on pages of {spec.block_size} rows (group {index})",
+                f"use a --block-size above {num_draft_tokens} or fewer draft tokens",
+            )

@@ -1,0 +1,320 @@
+"""Windows of vLLM's V1 model runner.
+
+One step, stock on the left, nwor on the right:
+
+    execute_model   _update_states
+                    _prepare_inputs  ------------->  begin: fill in, edit tables
+                    _build_attention_metadata
+                    forward
+    sample_tokens   _sample          ------------->  commit: accepted rows home, undo edits
+                    propose drafts (sees durable tables)
+                    ModelRunnerOutput ------------>  counters attached
+
+The block tables and slot mappings are vLLM's persistent buffers: everything that attention metadata
+refers to is a view of them. Whatever raises in between, the edits are undone before the error goes
+on; it is vLLM's own error that the user sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from nwor.errors import CommitError, LayoutError, NworError, StageError
+from nwor.layout import KVRows
+from nwor.manager import Mode
+from nwor.metrics import FallbackReason, Metrics
+from nwor.store.overlay import Overlay, OverlayWindow
+from nwor.store.paged import VerifyBatch
+from nwor.vllm import seams
+from nwor.vllm.eligibility import EngineRefusal, Refusal
+from nwor.vllm.geometry import LAYOUTS, CacheGroup, GeometryError, cache_groups
+from nwor.vllm.probe import fp8_kind, probe_rows
+from nwor.vllm.reservation import Reservation
+from nwor.vllm.stats import Increments, attach_sample
+
+logger = logging.getLogger("vllm.nwor")
+
+ATTRIBUTE = "nwor"
+"""Name under which a runner carries its `RunnerWindows`."""
+
+REJECTED = -1
+"""vLLM's placeholder after the last token of a request."""
+
+HOT = (seams.EXECUTE, seams.PREPARE, seams.SAMPLE, seams.SAMPLE_TOKENS)
+
+
+def attach(runner: Any, reservation: Reservation) -> None:  # noqa: ANN401 - vLLM's GPUModelRunner
+    """Build the overlay of a runner and hook its steps; called once its cache tensors exist.
+
+    Raises:
+        GeometryError: only with ``NWOR_STRICT=1``; otherwise vLLM writes through and says why.
+    """
+    try:
+        overlay = build_overlay(runner, reservation)
+    except GeometryError as error:
+        if reservation.settings.strict:
+            raise
+        logger.error("nwor: rows are written through on this worker: %s", error)  # noqa: TRY400
+        windows = RunnerWindows(runner, reservation, None)
+        windows.fallbacks[error.refusal.reason] += 1
+    else:
+        windows = RunnerWindows(runner, reservation, overlay)
+    setattr(runner, ATTRIBUTE, windows)
+    windows.set_mode(reservation.settings.mode)
+
+
+def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: ANN401
+    """Find the rows of all groups, probe them, and lay staging pages over them.
+
+    Raises:
+        GeometryError: rows are not where they should be.
+    """
+    groups = cache_groups(runner)
+    settings = reservation.settings
+    first_page = runner.kv_cache_config.num_blocks - reservation.num_pages
+    with torch.inference_mode():
+        for group in groups:
+            _probe_group(runner, group, first_page)
+        overlay = Overlay(
+            [group.overlay for group in groups],
+            first_page=first_page,
+            num_leases=reservation.num_leases,
+            mover=settings.mover,
+            loops="numba" if settings.mover == "numba" else "python",
+        )
+        overlay.rehearse()
+    return overlay
+
+
+def _probe_group(runner: Any, group: CacheGroup, page: int) -> None:  # noqa: ANN401
+    for name, layer in group.layers.items():
+
+        def write(
+            key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, of: Any = layer
+        ) -> None:  # noqa: ANN401
+            of.impl.do_kv_cache_update(of, key, value, of.kv_cache, slots)
+
+        rows = KVRows.of(LAYOUTS["CPU_ATTN"], [layer.kv_cache])
+        try:
+            probe_rows(
+                rows,
+                write,
+                page,
+                dtype=runner.model_config.dtype,
+                fp8=fp8_kind(runner.cache_config.cache_dtype),
+            )
+        except LayoutError as error:
+            raise GeometryError(
+                Refusal(EngineRefusal.LAYOUT, f"layer {name}: {error}", "report this backend")
+            ) from error
+
+
+class RunnerWindows:
+    """The windows of one runner, step after step.
+
+    Attributes:
+        metrics: counters of all windows.
+        fallbacks: what was not staged, by reason.
+        overlay: None if the runner's rows could not be found.
+        mode: `Mode.STAGE`, `Mode.IMMEDIATE`, or `Mode.OFF` with no hook in place.
+    """
+
+    def __init__(self, runner: Any, reservation: Reservation, overlay: Overlay | None) -> None:  # noqa: ANN401
+        self.overlay = overlay
+        self.metrics = overlay.metrics if overlay is not None else Metrics()
+        self.fallbacks: Counter[str] = Counter()
+        self.mode = Mode.OFF
+        self.begin_seconds = 0.0
+        self.commit_seconds = 0.0
+        self._runner = runner
+        self._strict = reservation.settings.strict
+        self._window: OverlayWindow | None = None
+        self._increments = Increments()
+
+    def set_mode(self, mode: Mode) -> None:
+        """Switch between steps: hooks come with any mode but `Mode.OFF`, and go with it."""
+        self.close(FallbackReason.UNFINISHED)
+        if self.overlay is not None:
+            for request in self.overlay.pages.requests:
+                self.overlay.release(request)
+        for seam in HOT:
+            seams.unwrap_method(self._runner, seam)
+        self.mode = mode
+        if mode is Mode.OFF:
+            return
+        seams.wrap_method(self._runner, seams.EXECUTE, self._execute)
+        seams.wrap_method(self._runner, seams.PREPARE, self._prepare)
+        seams.wrap_method(self._runner, seams.SAMPLE, self._sample)
+        seams.wrap_method(self._runner, seams.SAMPLE_TOKENS, self._sample_tokens)
+
+    # -- hooks: vLLM's method with ours around it ------------------------------------------------
+
+    def _execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            self.close(FallbackReason.UNFINISHED)
+            self._release(scheduler_output)
+            try:
+                return original(scheduler_output, *args, **kwargs)
+            except BaseException:
+                self.close(FallbackReason.ABORTED)
+                raise
+
+        return execute_model
+
+    def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:  # noqa: ANN401
+            prepared = original(scheduler_output, num_scheduled_tokens)
+            if scheduler_output.scheduled_spec_decode_tokens:
+                self.begin(scheduler_output.scheduled_spec_decode_tokens, num_scheduled_tokens)
+            return prepared
+
+        return _prepare_inputs
+
+    def _sample(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _sample(logits: Any, spec_decode_metadata: Any) -> Any:  # noqa: ANN401
+            sampled = original(logits, spec_decode_metadata)
+            if self._window is not None:
+                self.commit(sampled.sampled_token_ids)
+            return sampled
+
+        return _sample
+
+    def _sample_tokens(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                self.close(FallbackReason.ABORTED)
+            sample = self._take_sample()
+            if sample is not None and output is not None:
+                attach_sample(output, sample)
+            return output
+
+        return sample_tokens
+
+    # -- one window ------------------------------------------------------------------------------
+
+    def begin(self, drafts: dict[str, list[int]], num_scheduled: np.ndarray[Any, Any]) -> None:
+        """Begin the windows of a step.
+
+        Args:
+            drafts: draft tokens by request.
+            num_scheduled: query tokens of each batch row.
+        """
+        started = perf_counter()
+        batch = self._batch(drafts, num_scheduled)
+        if batch is None:
+            return
+        if self.overlay is None or self.mode is Mode.IMMEDIATE:
+            self.metrics.windows += 1
+            self.metrics.empty_windows += 1
+            self.metrics.flushed += int(batch.num_drafts.sum())
+            return
+        try:
+            window = self.overlay.begin(batch)
+        except (StageError, CommitError) as error:
+            if self._strict:
+                raise
+            logger.error("nwor: step written through: %s", error)  # noqa: TRY400
+            self.fallbacks[FallbackReason.STAGE_REFUSED] += 1
+            self.metrics.flushed += int(batch.num_drafts.sum())
+            return
+        self._window = window
+        self._check_refused()
+        self.begin_seconds += perf_counter() - started
+
+    def commit(self, sampled: torch.Tensor) -> None:
+        """Commit the open window.
+
+        Args:
+            sampled: vLLM's ``[batch rows, columns]``, -1 after each request's last token.
+        """
+        started = perf_counter()
+        window, self._window = self._window, None
+        assert window is not None  # noqa: S101 - the hook checked
+        try:
+            tokens = (sampled.numpy()[window.batch.table_rows] != REJECTED).sum(1)
+            window.commit(tokens - 1)
+        finally:
+            if window.is_open:
+                window.abort()
+        self.commit_seconds += perf_counter() - started
+
+    def close(self, reason: FallbackReason) -> None:
+        """Abort a window that nobody committed; without one, nothing happens."""
+        window, self._window = self._window, None
+        if window is not None and window.is_open:
+            window.abort(reason)
+
+    def _batch(
+        self, drafts: dict[str, list[int]], num_scheduled: np.ndarray[Any, Any]
+    ) -> VerifyBatch | None:
+        runner = self._runner
+        batch = runner.input_batch
+        index = batch.req_id_to_index
+        # A request whose tokens will be discarded keeps all rows, drafts included: vLLM does not
+        # roll it back. It is no window.
+        discarded = runner.discard_request_mask.np
+        verifying = [
+            (index[request], request, len(tokens))
+            for request, tokens in drafts.items()
+            if tokens and not discarded[index[request]]
+        ]
+        if not verifying:
+            return None
+        verifying.sort()
+        table_rows = np.array([row for row, _, _ in verifying], np.int64)
+        return VerifyBatch(
+            [request for _, request, _ in verifying],
+            table_rows=table_rows,
+            first_rows=runner.query_start_loc.np[table_rows].astype(np.int64),
+            computed=batch.num_computed_tokens_cpu[table_rows].astype(np.int64),
+            query_lens=num_scheduled[table_rows].astype(np.int64),
+            num_drafts=np.array([count for _, _, count in verifying], np.int64),
+        )
+
+    def _release(self, scheduler_output: Any) -> None:  # noqa: ANN401
+        overlay = self.overlay
+        if overlay is None:
+            return
+        for gone in (
+            scheduler_output.finished_req_ids,
+            scheduler_output.preempted_req_ids or (),
+            scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+        ):
+            for request in gone:
+                overlay.release(request)
+
+    def _check_refused(self) -> None:
+        overlay = self.overlay
+        assert overlay is not None  # noqa: S101 - the caller has it
+        if self._strict and overlay.refused:
+            reasons = dict(overlay.refused)
+            self.close(FallbackReason.ABORTED)
+            raise NworError(f"NWOR_STRICT=1 and requests could not be staged: {reasons}")
+
+    def _take_sample(self) -> dict[str, Any] | None:
+        metrics, overlay = self.metrics, self.overlay
+        totals = metrics.snapshot()
+        fallbacks = Counter(self.fallbacks)
+        fallbacks.update({str(reason): n for reason, n in metrics.fallbacks.items()})
+        pages_in_use = pages = 0
+        if overlay is not None:
+            fallbacks.update({str(reason): n for reason, n in overlay.refused.items()})
+            pages_in_use, pages = overlay.pages.pages_in_use, overlay.pages.num_pages
+        totals.pop("fallbacks")
+        totals["begin_seconds"] = self.begin_seconds  # type: ignore[assignment]
+        totals["commit_seconds"] = self.commit_seconds  # type: ignore[assignment]
+        return self._increments.since(
+            totals,  # type: ignore[arg-type]
+            dict(fallbacks),
+            staging_pages_in_use=pages_in_use,
+            staging_pages=pages,
+        )

@@ -1,0 +1,209 @@
+"""The ledger: every vLLM symbol nwor relies on, why, and the versions it was checked against.
+
+Nothing else in nwor names a vLLM internal that is wrapped. `check_seams` resolves each symbol and
+compares its parameters; a renamed or reshaped one is refused before anything is wrapped. Hot-path
+symbols are wrapped on *instances* of engines that stage, so every other engine runs stock code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from nwor.errors import NworError
+
+CHECKED_VERSIONS = ("0.32.0",)
+"""vLLM releases whose symbols were read and whose engine runs nwor's test suite."""
+
+MARK = "__nwor_wrapped__"
+
+
+class SeamError(NworError):
+    """A vLLM symbol is missing or has other parameters than the ledger says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One symbol.
+
+    Attributes:
+        module: where it lives.
+        name: function, or ``Class.method``.
+        parameters: names it must take, in this order, without ``self``; it may take more.
+        why: what nwor needs it for.
+        hot: it runs in every step, so it is wrapped on staging engines only, on the instance.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    why: str
+    hot: bool = False
+
+    @property
+    def path(self) -> str:
+        """Dotted path."""
+        return f"{self.module}.{self.name}"
+
+
+CORE = "vllm.v1.engine.core"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+LOGGERS = "vllm.v1.metrics.loggers"
+
+CACHE_CONFIGS = Seam(
+    CORE,
+    "get_kv_cache_configs",
+    ("vllm_config", "kv_cache_specs", "available_memory"),
+    "decide how many staging pages to keep back and tell the workers with their cache configuration",
+)
+SCHEDULER_CONFIG = Seam(
+    CORE,
+    "generate_scheduler_kv_cache_config",
+    ("kv_cache_configs",),
+    "hide the staging pages from the scheduler: it sees a smaller num_blocks",
+)
+SCHEDULER_INIT = Seam(
+    SCHEDULER, "Scheduler.__init__", ("vllm_config", "kv_cache_config"), "find staging schedulers"
+)
+UPDATE = Seam(
+    SCHEDULER,
+    "Scheduler.update_from_output",
+    ("scheduler_output", "model_runner_output"),
+    "pass the worker's counters on to the front end with the scheduler's statistics",
+    hot=True,
+)
+RUNNER_CACHE = Seam(
+    RUNNER,
+    "GPUModelRunner.initialize_kv_cache",
+    ("kv_cache_config", "is_profiling"),
+    "build the overlay once the cache tensors exist",
+)
+PREPARE = Seam(
+    RUNNER,
+    "GPUModelRunner._prepare_inputs",
+    ("scheduler_output", "num_scheduled_tokens"),
+    "begin windows: block tables and slot mappings are filled, attention metadata is not built yet",
+    hot=True,
+)
+SAMPLE = Seam(
+    RUNNER,
+    "GPUModelRunner._sample",
+    ("logits", "spec_decode_metadata"),
+    "commit windows: acceptance is known, the drafter has not run yet",
+    hot=True,
+)
+EXECUTE = Seam(
+    RUNNER,
+    "GPUModelRunner.execute_model",
+    ("scheduler_output", "intermediate_tensors"),
+    "release finished and preempted requests; undo if the forward raises",
+    hot=True,
+)
+SAMPLE_TOKENS = Seam(
+    RUNNER,
+    "GPUModelRunner.sample_tokens",
+    ("grammar_output",),
+    "undo if sampling raises; attach the counters to the output",
+    hot=True,
+)
+LOGGERS_INIT = Seam(
+    LOGGERS, "StatLoggerManager.__init__", ("vllm_config", "engine_idxs"), "register nwor's metrics"
+)
+RECORD = Seam(
+    LOGGERS,
+    "StatLoggerManager.record",
+    ("scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+    "take the counters out of the statistics and add them to the metrics",
+    hot=True,
+)
+LOG = Seam(LOGGERS, "StatLoggerManager.log", (), "print nwor's line after vLLM's", hot=True)
+
+SEAMS = (
+    CACHE_CONFIGS,
+    SCHEDULER_CONFIG,
+    SCHEDULER_INIT,
+    UPDATE,
+    RUNNER_CACHE,
+    PREPARE,
+    SAMPLE,
+    EXECUTE,
+    SAMPLE_TOKENS,
+    LOGGERS_INIT,
+    RECORD,
+    LOG,
+)
+
+
+def resolve(seam: Seam) -> Callable[..., Any]:
+    """Return the symbol.
+
+    Raises:
+        SeamError: it does not exist, or takes other parameters.
+    """
+    found: Any
+    try:
+        found = importlib.import_module(seam.module)
+        for part in seam.name.split("."):
+            found = inspect.getattr_static(found, part)
+    except (ImportError, AttributeError) as error:
+        raise SeamError(f"{seam.path} does not exist: {error}") from error
+    if not callable(found):
+        raise SeamError(f"{seam.path} is not callable but {type(found).__name__}")
+    names = [name for name in inspect.signature(found).parameters if name != "self"]
+    if tuple(names[: len(seam.parameters)]) != seam.parameters:
+        raise SeamError(f"{seam.path} takes {names}, expected {list(seam.parameters)} first")
+    return found
+
+
+def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, str]:
+    """Return what is wrong with each seam, by path; empty if all are as the ledger says."""
+    wrong = {}
+    for seam in seams:
+        try:
+            resolve(seam)
+        except SeamError as error:
+            wrong[seam.path] = str(error)
+    return wrong
+
+
+def wrap_symbol(seam: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a start-up symbol by ``make(original)``, once per process.
+
+    Raises:
+        SeamError: see `resolve`.
+    """
+    original = resolve(seam)
+    if hasattr(original, MARK):
+        return
+    wrapped = wraps(original)(make(original))
+    setattr(wrapped, MARK, original)
+    owner: Any = importlib.import_module(seam.module)
+    *path, name = seam.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    setattr(owner, name, wrapped)
+
+
+def wrap_method(
+    instance: Any,  # noqa: ANN401 - vLLM's runner, scheduler or logger manager
+    seam: Seam,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Shadow a hot-path method of one instance; the class stays stock."""
+    name = seam.name.rsplit(".", 1)[1]
+    original = getattr(instance, name)
+    if hasattr(original, MARK):
+        raise SeamError(f"{seam.path} of this instance is wrapped already")
+    wrapped = wraps(original)(make(original))
+    setattr(wrapped, MARK, original)
+    setattr(instance, name, wrapped)
+
+
+def unwrap_method(instance: Any, seam: Seam) -> None:  # noqa: ANN401 - as above
+    """Give the instance its class's method back."""
+    vars(instance).pop(seam.name.rsplit(".", 1)[1], None)

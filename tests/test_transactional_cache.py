@@ -100,10 +100,11 @@ def test_layers_stage_in_any_order_and_in_chunks() -> None:
     assert expected_after(groups, before, rows, SLOTS, range(5))
 
 
-def test_one_slot_mapping_for_all_groups() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_one_slot_mapping_for_all_groups(dtype: torch.dtype) -> None:
     cache, groups = make_cache()
     rows = Rows(groups, 3)
-    slots = torch.tensor([5, -1, 2], dtype=torch.int32)
+    slots = torch.tensor([5, -1, 2], dtype=dtype)
     before = {name: Snapshot.of(store) for name, store in groups.items()}
     with cache.begin(WindowRows.drafts([3]), slots) as window:
         rows.stage_all(window, groups)

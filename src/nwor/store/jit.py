@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nwor.errors import InputError
@@ -37,7 +39,7 @@ def _bind_view(src: Tensor, dst: Tensor) -> Move:
 
 
 def _chunk_move(src: Chunks, dst: Chunks) -> Move:
-    words, home = src.words.numpy(), dst.words.numpy()
+    words, home = _integers(src.words), _integers(dst.words)
     lanes, home_lanes = src.lanes.numpy(), dst.lanes.numpy()
 
     def move(src_slots: Tensor, dst_slots: Tensor) -> None:
@@ -45,6 +47,11 @@ def _chunk_move(src: Chunks, dst: Chunks) -> Move:
         _copy_chunks(words, home, lanes, home_lanes, take, put)
 
     return move
+
+
+def _integers(words: Tensor) -> NDArray[np.generic]:
+    """Return words as an integer array: numba's loops have no 16-byte one."""
+    return (words.view(torch.int64) if words.is_complex() else words).numpy()
 
 
 def _strided_move(src: Tensor, dst: Tensor) -> Move:
@@ -77,13 +84,20 @@ def _copy_chunks(  # pragma: no cover - compiled
     dst_lanes: Any,  # noqa: ANN401
     take: Any,  # noqa: ANN401
     put: Any,  # noqa: ANN401
-) -> None:
-    words = src.shape[1]
+) -> int:
+    words, rows, touched = src.shape[1], take.shape[0], 0
     for lane in range(src_lanes.shape[0]):
-        for i in range(take.shape[0]):
+        if lane + 1 < src_lanes.shape[0]:
+            # Chunks lie far apart, each on a page of its own: start the next lane's page walks and
+            # cache misses now, so that they overlap with this lane's copies.
+            for i in range(rows):
+                b = dst_lanes[lane + 1] + put[i]
+                touched ^= dst[b, 0] ^ dst[b, words // 2]
+        for i in range(rows):
             a, b = src_lanes[lane] + take[i], dst_lanes[lane] + put[i]
             for word in range(words):
                 dst[b, word] = src[a, word]
+    return touched
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]

@@ -1,0 +1,1 @@
+"""The demo: real weights, real prompts, every mode side by side."""

@@ -81,7 +81,8 @@ def engine(args: argparse.Namespace) -> LLM:
 
 def measure(llm: LLM, prompts: list[Any], args: argparse.Namespace, mode: Mode) -> dict[str, Any]:
     """One run of all prompts in one mode; decode steps only."""
-    core = llm.llm_engine.engine_core.engine_core
+    client: Any = llm.llm_engine.engine_core
+    core = client.engine_core
     windows = core.model_executor.driver_worker.worker.model_runner.nwor
     windows.set_mode(mode)
     llm.reset_prefix_cache()
@@ -94,8 +95,9 @@ def measure(llm: LLM, prompts: list[Any], args: argparse.Namespace, mode: Mode) 
     steps, produced, started = 0, 0, 0.0
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            done: Any = output
+            if done.finished:
+                tokens[done.request_id] = list(done.outputs[0].token_ids)
         if steps == 0:
             started = time.perf_counter()  # the prompts have been prefilled
         steps += 1
@@ -142,6 +144,12 @@ def compare(llm: LLM, number: int, args: argparse.Namespace) -> dict[str, Any]:
             if tokens != reference:
                 sys.exit(f"tokens differ in mode {run['mode']}: no time is reported")
             runs[run["mode"]].append(run)
+            print(
+                f"{number} requests, turn {turn}, {run['mode']}: "
+                f"{run['tokens_per_second']:.1f} tok/s, {run['share']:.2%} in nwor",
+                file=sys.stderr,
+                flush=True,
+            )
     staged = runs["stage"]
     counted = staged[0]["counted"]
 
@@ -150,7 +158,7 @@ def compare(llm: LLM, number: int, args: argparse.Namespace) -> dict[str, Any]:
         return [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]
 
     def median(name: str, mode: str = "stage") -> float:
-        return statistics.median(run[name] for run in runs[mode])
+        return float(statistics.median(run[name] for run in runs[mode]))
 
     return {
         "requests": number,
@@ -178,7 +186,7 @@ def table(results: list[dict[str, Any]]) -> None:
         low, high = r["stage_ratio_spread"]
         print(
             f"{r['requests']:8d}  {r['acceptance']:6.0%}  {r['step_ms']:7.1f}  "
-            f"{r['tokens_per_second']['off']:10.1f}  {r['stage_ratio']:.4f} ({low:.4f}–{high:.4f})  "
+            f"{r['tokens_per_second']['off']:10.1f}  {r['stage_ratio']:.4f} ({low:.4f}-{high:.4f})  "
             f"{r['immediate_ratio']:13.4f}  {r['begin_ms']:8.3f}  {r['commit_ms']:9.3f}  "
             f"{r['share']:6.2%}"
         )

@@ -119,15 +119,14 @@ def fail(engine: ToyEngine, drafts: dict[str, list[int]]) -> None:
     """
     rows = engine.prepare(drafts)
     before = engine.snapshot()
-    with pytest.raises(RuntimeError, match="forward failed"):  # noqa: PT012 - the window is the case
-        with engine.overlay.begin(engine.verify_batch(drafts)) as window:
-            staged = [row for row in rows if row[0] in window.requests]
-            for group in range(len(engine.page_sizes)):
-                for token, (name, position, drafted) in enumerate(rows):
-                    if (name, position, drafted) in staged:
-                        slot = int(engine.slots[group][token])
-                        engine.write(group, slot, name, position, drafted)
-            raise RuntimeError("forward failed")
+    window = engine.overlay.begin(engine.verify_batch(drafts))
+    with pytest.raises(RuntimeError, match="forward failed"), window:
+        for group in range(len(engine.page_sizes)):
+            for token, (name, position, drafted) in enumerate(rows):
+                if name in window.requests:
+                    slot = int(engine.slots[group][token])
+                    engine.write(group, slot, name, position, drafted)
+        raise RuntimeError("forward failed")
     for now, then in zip(engine.snapshot(), before, strict=True):
         assert torch.equal(now, then)
     engine.audit()
@@ -394,7 +393,7 @@ def test_construction_is_checked(engine: ToyEngine) -> None:
         StagingPages(first_page=0, num_leases=0, num_groups=1)
     with pytest.raises(LayoutError, match="int32"):
         OverlayGroup(group.table.long(), group.slots, group.rows)
-    with pytest.raises(LayoutError, match="rank|expected table"):
+    with pytest.raises(LayoutError, match="expected table"):
         OverlayGroup(group.table[0], group.slots, group.rows)
     small = KVRows.allocate(layers=1, pages=1, page_size=2, heads=1, dim=1, dtype=torch.int32)
     with pytest.raises(LayoutError, match="same page size"):

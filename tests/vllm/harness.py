@@ -8,6 +8,7 @@ nothing but those rows may have changed.
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -283,7 +284,5 @@ def greedy(max_tokens: int = 48, **options: Any) -> SamplingParams:
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Random prompts of the given lengths."""
-    import random
-
     rng = random.Random(seed)
     return [[1, *(rng.randrange(4, 100) for _ in range(n - 1))] for n in lengths]

@@ -49,7 +49,7 @@ def write_model(name: str, path: Path) -> None:
     if name == "llama-draft":
         with torch.no_grad():
             for weight in model.parameters():
-                weight += 0.02 * torch.randn_like(weight)
+                weight.add_(torch.randn_like(weight), alpha=0.02)
     model.to(torch.float32).save_pretrained(path)
     tokenizer = Tokenizer(WordLevel({text: i for i, text in enumerate(VOCAB)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")

@@ -9,13 +9,13 @@ the setting are in the output. 2: vLLM is not installed.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata as metadata
 import json
 import os
 import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import Any
 
 from nwor.errors import InputError, LayoutError
@@ -108,7 +108,12 @@ def _versions() -> Iterator[Check]:
     version = _vllm()
     checked = ", ".join(CHECKED_VERSIONS)
     if version is None:
-        yield Check("vllm", False, "not installed", f"pip install vllm (checked: {checked})")
+        yield Check(
+            "vllm",
+            good=False,
+            found="not installed",
+            remedy=f"pip install vllm (checked: {checked})",
+        )
         return
     good = version_checked(version)
     yield Check("vllm", good, f"{version} (checked: {checked})", f"use vLLM {checked}")
@@ -124,7 +129,7 @@ def _settings() -> Iterator[Check]:
     try:
         settings = read_settings()
     except InputError as error:
-        yield Check("settings", False, str(error), "unset it or use an allowed value")
+        yield Check("settings", good=False, found=str(error), remedy="use an allowed value")
         return
     for variable in VARIABLES:
         value = getattr(settings, variable.field)
@@ -132,7 +137,7 @@ def _settings() -> Iterator[Check]:
         found = "auto" if value is None else str(value)
         yield Check(variable.name, False if off else None, found, "unset NWOR_MODE")
     for name in unknown_variables():
-        yield Check(name, False, "is not a setting of nwor", "unset it, or correct the name")
+        yield Check(name, good=False, found="is not a setting of nwor", remedy="correct the name")
 
 
 def _symbols() -> Iterator[Check]:
@@ -151,7 +156,7 @@ def _model(args: argparse.Namespace) -> Iterator[Check]:
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - heavy, and optional
 
     optional = {"block_size": args.block_size} if args.block_size else {}
-    config = EngineArgs(
+    config: Any = EngineArgs(
         model=args.model,
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
@@ -162,9 +167,11 @@ def _model(args: argparse.Namespace) -> Iterator[Check]:
     ).create_engine_config()
     refusals = list(config_refusals(config))
     if not refusals:
-        yield Check(f"model {args.model}", True, "nothing in its configuration is refused")
+        yield Check(f"model {args.model}", good=True, found="its configuration is served")
     for refusal in refusals:
-        yield Check(f"model: {refusal.reason}", False, refusal.found, refusal.remedy)
+        yield Check(
+            f"model: {refusal.reason}", good=False, found=refusal.found, remedy=refusal.remedy
+        )
     size, drafts = config.cache_config.block_size, config.speculative_config.num_speculative_tokens
     yield Check(
         "page size",
@@ -191,5 +198,6 @@ def _layout(config: Any) -> Check:  # noqa: ANN401 - VllmConfig
             cache_dtype=config.cache_config.cache_dtype,
         )
     except LayoutError as error:
-        return Check(name, False, str(error), "this CPU's block layout is unknown to nwor")
-    return Check(name, True, "marked rows found where expected")
+        remedy = "none: this CPU's block layout is unknown to nwor"
+        return Check(name, good=False, found=str(error), remedy=remedy)
+    return Check(name, good=True, found="marked rows found where expected")

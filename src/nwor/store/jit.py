@@ -55,12 +55,25 @@ def _integers(words: Tensor) -> NDArray[np.generic]:
 
 
 def _strided_move(src: Tensor, dst: Tensor) -> Move:
-    rows, home = src.numpy(), dst.numpy()
+    # Flat storage and integer steps: the loop below then adds where indexing would multiply.
+    words, home = _flat(src), _flat(dst)
+    steps = np.array([src.stride(), dst.stride()])
+    first = np.array([src.storage_offset(), dst.storage_offset()])
+    pages = np.array([src.shape[2], dst.shape[2]])
+    layers, heads, dim = src.shape[0], src.shape[3], src.shape[4]
 
     def move(src_slots: Tensor, dst_slots: Tensor) -> None:
-        _copy_elements(rows, home, src_slots.numpy(), dst_slots.numpy())
+        _copy_runs(
+            *(words, home, steps, first, pages),
+            *(layers, heads, dim, src_slots.numpy(), dst_slots.numpy()),
+        )
 
     return move
+
+
+def _flat(view: Tensor) -> Any:  # noqa: ANN401 - a numpy array of whichever integer fits
+    elements = view.untyped_storage().nbytes() // view.element_size()
+    return view.as_strided((elements,), (1,), 0).numpy()
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -88,20 +101,24 @@ def _copy_chunks(  # pragma: no cover - compiled
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _copy_elements(  # pragma: no cover - compiled
+def _copy_runs(  # pragma: no cover - compiled
     src: Any,  # noqa: ANN401
     dst: Any,  # noqa: ANN401
+    steps: Any,  # noqa: ANN401 - int64 [2, 5], strides of source and destination
+    first: Any,  # noqa: ANN401 - int64 [2], where the views begin
+    pages: Any,  # noqa: ANN401 - int64 [2], page sizes
+    layers: int,
+    heads: int,
+    dim: int,
     src_slots: Any,  # noqa: ANN401
     dst_slots: Any,  # noqa: ANN401
 ) -> None:
-    layers, _, src_page, heads, dim = src.shape
-    dst_page = dst.shape[2]
     start, rows = 0, src_slots.shape[0]
     while start < rows:
-        a, b = src_slots[start] // src_page, dst_slots[start] // dst_page
-        c, d = src_slots[start] - a * src_page, dst_slots[start] - b * dst_page
+        a, b = src_slots[start] // pages[0], dst_slots[start] // pages[1]
+        c, d = src_slots[start] - a * pages[0], dst_slots[start] - b * pages[1]
         # Rows that follow each other on both sides share cache lines where dims come before rows.
-        length, limit = 1, min(src_page - c, dst_page - d, rows - start)
+        length, limit = 1, min(pages[0] - c, pages[1] - d, rows - start)
         while (
             length < limit
             and src_slots[start + length] == src_slots[start] + length
@@ -110,9 +127,13 @@ def _copy_elements(  # pragma: no cover - compiled
             length += 1
         for layer in range(layers):
             for head in range(heads):
-                for element in range(dim):
+                x = first[0] + layer * steps[0, 0] + a * steps[0, 1] + c * steps[0, 2]
+                y = first[1] + layer * steps[1, 0] + b * steps[1, 1] + d * steps[1, 2]
+                x += head * steps[0, 3]
+                y += head * steps[1, 3]
+                for _ in range(dim):
                     for row in range(length):
-                        dst[layer, b, d + row, head, element] = src[
-                            layer, a, c + row, head, element
-                        ]
+                        dst[y + row * steps[1, 2]] = src[x + row * steps[0, 2]]
+                    x += steps[0, 4]
+                    y += steps[1, 4]
         start += length

@@ -192,9 +192,11 @@ class Overlay:
         """Choose the requests to stage and lease pages to them; count the others."""
         size = self._buffers.page_size[:, None]
         last = batch.computed + batch.query_lens - 1
-        fits = (last // size - batch.computed // size < PAGES_PER_LEASE).all(0)
+        spans = last // size - batch.computed // size
+        fits = spans.max(0) < PAGES_PER_LEASE
         if self.broken:
-            batch = self._refuse(OverlayRefusal.OVERLAY_BROKEN, batch, np.zeros_like(fits))
+            nobody = np.zeros(len(fits), np.bool_)
+            batch = self._refuse(OverlayRefusal.OVERLAY_BROKEN, batch, nobody)
         elif not fits.all():
             batch = self._refuse(OverlayRefusal.WINDOW_OVER_TWO_PAGES, batch, fits)
         leases = np.array(self.pages.lease(batch.requests), np.int64)

@@ -46,7 +46,7 @@ class OverlayPlan:
     @property
     def num_rows(self) -> int:
         """Rows of the window in each group."""
-        return self.staged.shape[1]
+        return int(self.staged.shape[1])
 
 
 def plan_window(

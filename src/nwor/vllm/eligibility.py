@@ -61,8 +61,13 @@ class Refusal:
 
 def config_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - vllm.config.VllmConfig
     """Yield what in a `VllmConfig` with speculation stands in the way."""
-    parallel, speculative = config.parallel_config, config.speculative_config
-    device = config.device_config.device_type
+    yield from _runner_refusals(config)
+    yield from _parallel_refusals(config.parallel_config)
+    yield from _model_refusals(config)
+
+
+def _runner_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
+    device, speculative = config.device_config.device_type, config.speculative_config
     if device != "cpu":
         yield Refusal(
             EngineRefusal.PLATFORM,
@@ -77,6 +82,15 @@ def config_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - vllm.co
             f"drafter {speculative.method!r}",
             f"use one of {', '.join(PROVEN_DRAFTERS)}",
         )
+    if config.scheduler_config.async_scheduling:
+        yield Refusal(
+            EngineRefusal.ASYNC_SCHEDULING,
+            "async scheduling: the V1 runner's token counts on the host are guesses",
+            "pass --no-async-scheduling",
+        )
+
+
+def _parallel_refusals(parallel: Any) -> Iterator[Refusal]:  # noqa: ANN401 - ParallelConfig
     if parallel.pipeline_parallel_size > 1:
         yield Refusal(
             EngineRefusal.PIPELINE,
@@ -90,14 +104,11 @@ def config_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - vllm.co
             "context parallelism splits a page over ranks",
             "set both context parallel sizes to 1",
         )
-    if config.scheduler_config.async_scheduling:
-        yield Refusal(
-            EngineRefusal.ASYNC_SCHEDULING,
-            "async scheduling: the V1 runner's token counts on the host are guesses",
-            "pass --no-async-scheduling",
-        )
     if getattr(parallel, "enable_dbo", False):
         yield Refusal(EngineRefusal.MICROBATCHING, "dual batch overlap", "drop --enable-dbo")
+
+
+def _model_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
     if config.model_config.is_encoder_decoder:
         yield Refusal(EngineRefusal.ENCODER_DECODER, "an encoder-decoder model", "none")
     if config.cache_config.kv_sharing_fast_prefill:

@@ -30,7 +30,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     waiting: dict[str, list[Callable[[], None]]] = {}  # noqa: RUF012 - one list per process
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the interface
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.waiting:
             return None

@@ -60,7 +60,7 @@ def vllm_version() -> str:
 
 def version_checked(version: str) -> bool:
     """Tell whether a version (without its local part, ``+cpu``) was checked."""
-    return version.split("+")[0] in CHECKED_VERSIONS
+    return version.partition("+")[0] in CHECKED_VERSIONS
 
 
 def refuse(settings: Settings, error: Exception) -> None:

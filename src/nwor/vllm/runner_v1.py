@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -95,17 +96,11 @@ def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: AN
 
 def _probe_group(runner: Any, group: CacheGroup, page: int) -> None:  # noqa: ANN401
     for name, layer in group.layers.items():
-
-        def write(
-            key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, of: Any = layer
-        ) -> None:  # noqa: ANN401
-            of.impl.do_kv_cache_update(of, key, value, of.kv_cache, slots)
-
         rows = KVRows.of(LAYOUTS["CPU_ATTN"], [layer.kv_cache])
         try:
             probe_rows(
                 rows,
-                write,
+                partial(_write, layer),
                 page,
                 dtype=runner.model_config.dtype,
                 fp8=fp8_kind(runner.cache_config.cache_dtype),
@@ -114,6 +109,10 @@ def _probe_group(runner: Any, group: CacheGroup, page: int) -> None:  # noqa: AN
             raise GeometryError(
                 Refusal(EngineRefusal.LAYOUT, f"layer {name}: {error}", "report this backend")
             ) from error
+
+
+def _write(layer: Any, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:  # noqa: ANN401
+    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
 
 class RunnerWindows:

@@ -157,7 +157,8 @@ def resolve(seam: Seam) -> Callable[..., Any]:
     names = [name for name in inspect.signature(found).parameters if name != "self"]
     if tuple(names[: len(seam.parameters)]) != seam.parameters:
         raise SeamError(f"{seam.path} takes {names}, expected {list(seam.parameters)} first")
-    return found
+    symbol: Callable[..., Any] = found
+    return symbol
 
 
 def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, str]:

@@ -10,7 +10,6 @@ connector looks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -30,17 +29,24 @@ class Increments:
     """Turns running totals into what was added since the last call."""
 
     def __init__(self) -> None:
-        self._last: Counter[str] = Counter()
+        self._last: dict[str, float] = {}
 
     def since(
         self, totals: dict[str, float], fallbacks: dict[str, int], **gauges: int
     ) -> Sample | None:
         """Return the non-zero increments and the gauges, None if nothing was counted."""
-        flat = {**totals, **{f"fallbacks.{reason}": n for reason, n in fallbacks.items()}}
-        added = {name: n - self._last[name] for name, n in flat.items() if n != self._last[name]}
+        flat: dict[str, float] = {
+            **totals,
+            **{f"fallbacks.{reason}": n for reason, n in fallbacks.items()},
+        }
+        added = {
+            name: n - self._last.get(name, 0)
+            for name, n in flat.items()
+            if n != self._last.get(name, 0)
+        }
         if not added:
             return None
-        self._last = Counter(flat)  # type: ignore[arg-type]
+        self._last = flat
         sample: Sample = {name: n for name, n in added.items() if "." not in name}
         reasons = {
             name.removeprefix("fallbacks."): n

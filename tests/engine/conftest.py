@@ -27,4 +27,4 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(BPE(vocab, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")

@@ -190,7 +190,7 @@ def test_ctrl_c_shows_what_there_is(directory: Path, form: list[str]) -> None:
         "    print('step', file=sys.stderr, flush=True); time.sleep(0.05); return step(self, *a)\n"
         "core.Engine._window = slow; sys.exit(main(sys.argv[1:]))\n"
     )
-    child = subprocess.Popen(  # noqa: S603 - ourselves
+    child = subprocess.Popen(
         [
             sys.executable, "-c", script, "generate", "--model", str(directory), "--prompt", "hello",
             "--max-new-tokens", "400", "--drafter", "none", *form,

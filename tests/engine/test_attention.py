@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN002, ANN201 - parametrised arguments
 """Durable ⊕ staged attention against a plain masked softmax over concatenated K and V."""
 
 import pytest

@@ -31,12 +31,20 @@ with cache.begin(WindowRows.drafts([2]), torch.tensor([3, 4])) as window:
         window.stage("all", layer, torch.ones(2, 1, 2), torch.ones(2, 1, 2))
     window.commit([1])
 print(cache.metrics.rows_written)
+import nwor
+try:
+    nwor.generate
+except ImportError as error:
+    print(error)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "2"
+    assert done.stdout.splitlines() == [
+        "2",
+        "nwor.generate needs the engine: pip install 'nwor[engine]'",
+    ]
 
 
 def core_imports(path: Path) -> set[str]:

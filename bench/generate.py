@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,6 +27,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from common import environment, write_json
 from nwor.demo import weights
 from nwor.demo.prompts import ALL
 from nwor.engine import Engine, NoDrafter, Options, PromptLookup, load
@@ -232,31 +229,14 @@ def show(rows: Sequence[Row]) -> None:
         )
 
 
-def environment(model: PreTrainedModel) -> dict[str, Any]:
+def record(model: PreTrainedModel) -> dict[str, Any]:
     """Return what a reader needs to repeat the run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     config = model.config.get_text_config()
-    return {
-        "argv": sys.argv[1:],
-        "commit": commit.stdout.strip(),
-        "model": {
-            k: getattr(config, k, None)
-            for k in (
-                "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "sliding_window", "vocab_size",
-            )
-        },
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": platform.processor() or platform.machine(),
-    }  # fmt: skip
+    names = (
+        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "sliding_window", "vocab_size",
+    )  # fmt: skip
+    return environment() | {"model": {name: getattr(config, name, None) for name in names}}
 
 
 def main() -> int:
@@ -280,7 +260,7 @@ def main() -> int:
     for dtype in args.dtypes:
         loaded = load(directory, dtype)
         assert loaded.tokenizer is not None, "the benchmark's prompts are texts"  # noqa: S101
-        env = environment(loaded.model)
+        env = record(loaded.model)
         for context in args.contexts:
             for batch in args.batches:
                 ids = prompts_of(loaded.tokenizer, context, batch)
@@ -288,7 +268,7 @@ def main() -> int:
                 show(case)
     print(f"\n{env}")
     if args.json:
-        args.json.write_text(json.dumps({"rows": [asdict(r) for r in rows]} | env, indent=2))
+        write_json(args.json, {"rows": [asdict(r) for r in rows], "model": env["model"]})
     wrong = [r for r in rows if r.dtype == "float32" and r.identical != f"{r.prompts}/{r.prompts}"]
     return 1 if wrong else 0
 

@@ -13,11 +13,8 @@ to different degrees.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,8 +25,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("NWOR_STAGING_PAGES", "96")
 
-from vllm import LLM, SamplingParams, __version__
+from vllm import LLM, SamplingParams
 
+from common import write_json
 from nwor.manager import Mode
 
 MODES = (Mode.OFF, Mode.IMMEDIATE, Mode.STAGE)
@@ -192,39 +190,20 @@ def table(results: list[dict[str, Any]]) -> None:
         )
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip()
-
-
 def main() -> None:
     args = arguments()
     llm = engine(args)
     config = llm.llm_engine.model_config
     results = [compare(llm, number, args) for number in args.requests]
     table(results)
-    if args.json:
-        record = {
-            "argv": sys.argv,
-            "commit": commit(),
-            "vllm": __version__,
-            "python": platform.python_version(),
-            "cpus": os.cpu_count(),
-            "model": {
-                "layers": config.hf_text_config.num_hidden_layers,
-                "kv_heads": config.hf_text_config.num_key_value_heads,
-                "head_dim": config.get_head_size(),
-                "dtype": args.dtype,
-                "block_size": llm.llm_engine.vllm_config.cache_config.block_size,
-            },
-            "results": results,
-        }
-        args.json.write_text(json.dumps(record, indent=1))
+    model = {
+        "layers": config.hf_text_config.num_hidden_layers,
+        "kv_heads": config.hf_text_config.num_key_value_heads,
+        "head_dim": config.get_head_size(),
+        "dtype": args.dtype,
+        "block_size": llm.llm_engine.vllm_config.cache_config.block_size,
+    }
+    write_json(args.json, {"model": model, "results": results})
 
 
 if __name__ == "__main__":

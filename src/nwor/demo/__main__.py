@@ -19,6 +19,9 @@ from nwor.engine import Loaded, load
 from nwor.errors import InputError
 
 
+_LOG_WIDTH = 150
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the demo."""
     parser = argparse.ArgumentParser(prog="python -m nwor.demo", description=__doc__)
@@ -28,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=Path("nwor-demo.html"), help="report to write")
     args = parser.parse_args(argv)
     console = Console()
+    if not console.is_terminal:  # a log file has no width: do not squeeze the table into 80 columns
+        console = Console(width=_LOG_WIDTH)
     try:
         return _run(args, console)
     except InputError as error:

@@ -18,7 +18,6 @@ from nwor.demo.report import table, write_page
 from nwor.engine import Loaded, load
 from nwor.errors import InputError
 
-
 _LOG_WIDTH = 150
 
 

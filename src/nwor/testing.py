@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -82,28 +80,6 @@ class Snapshot:
         page, row = divmod(slot, self.key.shape[2])
         self.key[layer, page, row] = key
         self.value[layer, page, row] = value
-
-
-@contextmanager
-def raises_at(owner: object, name: str, call: int, error: BaseException) -> Iterator[list[int]]:
-    """Make the `call`-th call (from 0) of ``owner.name`` raise before it does anything.
-
-    Yields a list whose only entry counts the calls.
-    """
-    original: Callable[..., object] = getattr(owner, name)
-    calls = [0]
-
-    def faulty(*args: object, **kwargs: object) -> object:
-        calls[0] += 1
-        if calls[0] - 1 == call:
-            raise error
-        return original(*args, **kwargs)
-
-    setattr(owner, name, faulty)
-    try:
-        yield calls
-    finally:
-        setattr(owner, name, original)
 
 
 class FailingWriter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -79,6 +79,3 @@ class Stage:
     def put(self, layer: LayerRows, key: Tensor, value: Tensor) -> None:
         """Stage the rows."""
         self._window.stage(layer.group.name, layer.index, key, value)
-
-
-Slots = Mapping[str, Tensor]

@@ -242,6 +242,15 @@ def config(**changes: Any) -> Any:
     return base
 
 
+def transfer(name: str, module: str | None = None, *children: dict[str, str]) -> SimpleNamespace:
+    """What `--kv-transfer-config` becomes."""
+    return SimpleNamespace(
+        kv_connector=name,
+        kv_connector_module_path=module,
+        kv_connector_extra_config={"connectors": list(children)},
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "value", "reason"),
     [
@@ -255,7 +264,7 @@ def config(**changes: Any) -> Any:
         ("parallel_config__enable_dbo", True, EngineRefusal.MICROBATCHING),
         ("model_config__is_encoder_decoder", True, EngineRefusal.ENCODER_DECODER),
         ("cache_config__kv_sharing_fast_prefill", True, EngineRefusal.KV_SHARING),
-        ("kv_transfer_config", SimpleNamespace(kv_connector="X"), EngineRefusal.CONNECTOR),
+        ("kv_transfer_config", transfer("NixlConnector"), EngineRefusal.CONNECTOR),
     ],
 )
 def test_what_is_not_proven_is_refused(change: str, value: Any, reason: EngineRefusal) -> None:
@@ -264,6 +273,22 @@ def test_what_is_not_proven_is_refused(change: str, value: Any, reason: EngineRe
     assert refusal.reason is reason
     assert refusal.found
     assert refusal.remedy
+
+
+def test_connectors_are_trusted_by_declaration_only() -> None:
+    def found(connector: SimpleNamespace, *trusted: str) -> list[str]:
+        return [
+            r.found.split("'")[1]
+            for r in config_refusals(config(kv_transfer_config=connector), trusted)
+        ]
+
+    example, other = {"kv_connector": "ExampleConnector"}, {"kv_connector": "Other"}
+    assert not found(transfer("ExampleConnector"))
+    assert found(transfer("ExampleConnector", "mine")) == ["mine.ExampleConnector"]
+    assert not found(transfer("ExampleConnector", "mine"), "mine.ExampleConnector")
+    assert not found(transfer("MultiConnector", None, example))
+    assert found(transfer("MultiConnector", None, example, other)) == ["Other"]
+    assert not found(transfer("MultiConnector", None, example, other), "Other")
 
 
 @dataclasses.dataclass

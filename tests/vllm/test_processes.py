@@ -93,6 +93,16 @@ def test_d17_processes_of_their_own(
     assert staged["metrics"]["nwor:staging_pages"] == 16
 
 
+def test_a_killed_worker(
+    model: str, prompt_file: Path, plain: list[list[int]], scripts: str
+) -> None:
+    """The user gets vLLM's error, and the next engine of the same program works and counts."""
+    run = generate(model, prompt_file, "--kill", VLLM_PLUGINS="nwor", SCRIPTED_DRAFTS=scripts)
+    assert run["error"] == "EngineDeadError"
+    assert run["tokens"] == plain
+    reconcile(run["metrics"])
+
+
 # -- vllm serve ------------------------------------------------------------------------------------
 
 

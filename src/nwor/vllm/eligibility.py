@@ -6,7 +6,7 @@ has not been proven and is refused: the engine then runs exactly as it would wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,6 +16,13 @@ PROVEN_DRAFTERS = ("ngram", "draft_model", "custom_class")
 
 PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 """Cache kinds with one K and V row per token and a slot mapping."""
+
+SAFE_CONNECTORS = ("ExampleConnector",)
+"""KV connectors whose every read of the cache was followed in the checked versions.
+
+ExampleConnector copies during the forward, but only prompt rows of requests in their first step,
+from pages it finds by block id: such requests have no drafts, so nothing of theirs is staged.
+"""
 
 
 class EngineRefusal(StrEnum):
@@ -59,11 +66,20 @@ class Refusal:
         return f"{self.reason}: {self.found} ({self.remedy})"
 
 
-def config_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - vllm.config.VllmConfig
-    """Yield what in a `VllmConfig` with speculation stands in the way."""
+def config_refusals(
+    config: Any,  # noqa: ANN401 - vllm.config.VllmConfig
+    connectors: Collection[str] = (),
+) -> Iterator[Refusal]:
+    """Yield what in a `VllmConfig` with speculation stands in the way.
+
+    Args:
+        config: the engine's configuration.
+        connectors: KV connectors the user vouches for, besides `SAFE_CONNECTORS`.
+    """
     yield from _runner_refusals(config)
     yield from _parallel_refusals(config.parallel_config)
     yield from _model_refusals(config)
+    yield from _connector_refusals(config.kv_transfer_config, {*SAFE_CONNECTORS, *connectors})
 
 
 def _runner_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
@@ -115,13 +131,38 @@ def _model_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmCon
         yield Refusal(
             EngineRefusal.KV_SHARING, "kv_sharing_fast_prefill", "drop --kv-sharing-fast-prefill"
         )
-    if config.kv_transfer_config is not None:
-        yield Refusal(
-            EngineRefusal.CONNECTOR,
-            f"KV connector {config.kv_transfer_config.kv_connector!r} may save rows during the "
-            "forward, when they are still staged",
-            "drop --kv-transfer-config",
-        )
+
+
+def _connector_refusals(transfer: Any, safe: Collection[str]) -> Iterator[Refusal]:  # noqa: ANN401 - KVTransferConfig
+    for name in _connectors(transfer):
+        if name not in safe:
+            yield Refusal(
+                EngineRefusal.CONNECTOR,
+                f"KV connector {name!r} is not known to read durable pages only: one that copies "
+                "during the forward through the slot mapping would export staged rows",
+                f"drop --kv-transfer-config, or set NWOR_CONNECTORS={name} if it saves by block id, "
+                "in wait_for_save or later",
+            )
+
+
+def _connectors(transfer: Any) -> list[str]:  # noqa: ANN401 - KVTransferConfig or None
+    """Name the connectors of a configuration, those inside a MultiConnector one by one.
+
+    One that comes from a module of the user's is named with it: names alone are not unique.
+    """
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    if transfer.kv_connector == "MultiConnector":
+        children = transfer.kv_connector_extra_config.get("connectors", [])
+        return [
+            _path(child.get("kv_connector"), child.get("kv_connector_module_path"))
+            for child in children
+        ]
+    return [_path(transfer.kv_connector, transfer.kv_connector_module_path)]
+
+
+def _path(name: str, module: str | None) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def group_refusals(

@@ -60,7 +60,11 @@ def reserve(
         cache: what one worker will allocate; all workers have as many blocks.
         concurrency: vLLM's own count of maximum-length requests that fit a cache configuration.
     """
-    refusals = [*config_refusals(config), *_cache_refusals(config, cache), *_seam_refusals()]
+    refusals = [
+        *config_refusals(config, settings.connectors),
+        *_cache_refusals(config, cache),
+        *_seam_refusals(),
+    ]
     if refusals:
         return Reservation(settings, tuple(refusals))
     per_lease = PAGES_PER_LEASE * len(cache.kv_cache_groups)

@@ -23,12 +23,14 @@ class Settings:
         staging_pages: most staging pages to keep back from the scheduler, None: see
             `nwor.vllm.reservation`.
         mover: row mover; with ``numba`` the bookkeeping is compiled too.
+        connectors: KV connectors the user vouches for: they read pages by block id, after sampling.
     """
 
     mode: Mode = Mode.STAGE
     strict: bool = False
     staging_pages: int | None = None
     mover: str = "numba"
+    connectors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,10 @@ def _mover(text: str) -> str:
     return text
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 VARIABLES = (
     Variable(
         "NWOR_MODE",
@@ -92,6 +98,14 @@ VARIABLES = (
         _pages,
     ),
     Variable("NWOR_MOVER", "mover", ", ".join(MOVERS), "numba", "how rows are moved home", _mover),
+    Variable(
+        "NWOR_CONNECTORS",
+        "connectors",
+        "names of KV connectors, separated by commas",
+        "",
+        "KV connectors to trust: they save by block id, in wait_for_save or later",
+        _names,
+    ),
 )
 
 

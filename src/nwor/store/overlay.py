@@ -24,7 +24,7 @@ row movement per storage. Tables and slot mappings lie on the host here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -87,6 +87,7 @@ class Overlay:
         window: the open window, or None.
         refused: requests written through, by reason.
         broken: a commit failed for good; every window is written through from then on.
+        observers: called with source and target slots of every movement, before it.
 
     Raises:
         InputError: no groups, no leases.
@@ -114,6 +115,7 @@ class Overlay:
         self.refused: Counter[OverlayRefusal] = Counter()
         self.window: OverlayWindow | None = None
         self.broken = False
+        self.observers: list[Callable[[Ints, Ints], None]] = []
         self._buffers = Buffers(
             tuple(group.table.numpy() for group in groups),
             tuple(group.slots.numpy() for group in groups),
@@ -263,6 +265,8 @@ class Overlay:
         Raises:
             CommitError: the plain mover failed too. Nothing will be staged any more.
         """
+        for observe in self.observers:
+            observe(source, target)
         take, put = torch.from_numpy(source), torch.from_numpy(target)
         try:
             storage.move(take, put)

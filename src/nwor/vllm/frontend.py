@@ -39,6 +39,7 @@ COUNTERS = (
     Metric("bytes_avoided", "Bytes of K and V never written to durable pages."),
     Metric("begin_seconds", "Time spent beginning windows."),
     Metric("commit_seconds", "Time spent committing windows."),
+    Metric("audit_rows_checked", "Rows whose place was checked, with NWOR_AUDIT."),
 )
 GAUGES = (
     Metric("staging_pages_in_use", "Staging pages that requests hold."),
@@ -73,6 +74,11 @@ class FrontEnd:
             "Requests, windows or engines that were not staged, by reason.",
             [*labels, "reason"],
         )
+        self._violations = prometheus.Counter(
+            PREFIX + "audit_violations",
+            "What the audit objected to, by invariant and kind.",
+            [*labels, "invariant", "kind"],
+        )
         for values in self._labels.values():
             for child in (*self._counters.values(), *self._gauges.values()):
                 child.labels(*values)
@@ -89,6 +95,8 @@ class FrontEnd:
                 gauge.labels(*labels).set(sample[name])
         for reason, count in sample.get("fallbacks", {}).items():
             self._fallbacks.labels(*labels, reason).inc(count)
+        for what, count in sample.get("audit_violations", {}).items():
+            self._violations.labels(*labels, *what.split(" ", 1)).inc(count)
         merge(self._interval, sample)
 
     def log(self) -> None:

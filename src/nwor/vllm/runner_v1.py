@@ -38,7 +38,7 @@ from nwor.vllm.eligibility import EngineRefusal, Refusal
 from nwor.vllm.geometry import LAYOUTS, CacheGroup, GeometryError, cache_groups
 from nwor.vllm.probe import fp8_kind, probe_rows
 from nwor.vllm.reservation import Reservation
-from nwor.vllm.stats import Increments, attach_sample
+from nwor.vllm.stats import Increments, attach_sample, merged
 
 logger = logging.getLogger("vllm.nwor")
 
@@ -191,7 +191,7 @@ class RunnerWindows:
                 output = original(*args, **kwargs)
             finally:
                 self.close(FallbackReason.ABORTED)
-            sample = self._take_sample()
+            sample = merged(self._take_sample(), self._take_audit())
             if sample is not None and output is not None:
                 attach_sample(output, sample)
             return output
@@ -298,6 +298,10 @@ class RunnerWindows:
             reasons = dict(overlay.refused)
             self.close(FallbackReason.ABORTED)
             raise NworError(f"NWOR_STRICT=1 and requests could not be staged: {reasons}")
+
+    def _take_audit(self) -> dict[str, Any] | None:
+        audit = getattr(self._runner, "nwor_audit", None)
+        return audit.take_sample() if audit is not None else None
 
     def _take_sample(self) -> dict[str, Any] | None:
         metrics, overlay = self.metrics, self.overlay

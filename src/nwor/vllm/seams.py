@@ -111,6 +111,27 @@ SAMPLE_TOKENS = Seam(
     "undo if sampling raises; attach the counters to the output",
     hot=True,
 )
+UPDATE_STATES = Seam(
+    RUNNER,
+    "GPUModelRunner._update_states",
+    ("scheduler_output",),
+    "audit: which requests are gone, before their pages are given away",
+    hot=True,
+)
+BUILD_METADATA = Seam(
+    RUNNER,
+    "GPUModelRunner._build_attention_metadata",
+    ("num_tokens", "num_reqs"),
+    "audit: block tables and slot mappings as the kernels will see them",
+    hot=True,
+)
+AFTER_EXECUTE = Seam(
+    RUNNER,
+    "GPUModelRunner._update_states_after_model_execute",
+    ("output_token_ids", "scheduler_output"),
+    "audit: what was sampled, once nwor has committed",
+    hot=True,
+)
 LOGGERS_INIT = Seam(
     LOGGERS, "StatLoggerManager.__init__", ("vllm_config", "engine_idxs"), "register nwor's metrics"
 )
@@ -133,6 +154,9 @@ SEAMS = (
     SAMPLE,
     EXECUTE,
     SAMPLE_TOKENS,
+    UPDATE_STATES,
+    BUILD_METADATA,
+    AFTER_EXECUTE,
     LOGGERS_INIT,
     RECORD,
     LOG,

@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from nwor.errors import InputError, ModeError
 from nwor.manager import Mode
 from nwor.store.movers import MOVERS
+
+
+class AuditLevel(StrEnum):
+    """How closely an engine is watched, see `nwor.vllm.audit`."""
+
+    OFF = "off"
+    METADATA = "metadata"
+    BYTES = "bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +33,7 @@ class Settings:
             `nwor.vllm.reservation`.
         mover: row mover; with ``numba`` the bookkeeping is compiled too.
         connectors: KV connectors the user vouches for: they read pages by block id, after sampling.
+        audit: how closely the cache is watched while serving.
     """
 
     mode: Mode = Mode.STAGE
@@ -31,6 +41,7 @@ class Settings:
     staging_pages: int | None = None
     mover: str = "numba"
     connectors: tuple[str, ...] = ()
+    audit: AuditLevel = AuditLevel.OFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,14 @@ VARIABLES = (
         "",
         "KV connectors to trust: they save by block id, in wait_for_save or later",
         _names,
+    ),
+    Variable(
+        "NWOR_AUDIT",
+        "audit",
+        "off, metadata, bytes",
+        "off",
+        "check every step what the cache holds; violations are logged and counted",
+        AuditLevel,
     ),
 )
 

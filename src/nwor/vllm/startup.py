@@ -20,7 +20,7 @@ from nwor.errors import InputError
 from nwor.manager import Mode
 from nwor.vllm import seams
 from nwor.vllm.reservation import ATTRIBUTE, Reservation, replace_blocks, reserve
-from nwor.vllm.settings import Settings, read_settings
+from nwor.vllm.settings import AuditLevel, Settings, read_settings
 
 logger = logging.getLogger("vllm.nwor")
 
@@ -130,10 +130,17 @@ def hook_runner() -> None:
         ) -> None:
             original(self, kv_cache_config, is_profiling, **kwargs)
             reservation = reservation_of(kv_cache_config)
-            if reservation is not None and not reservation.refusals and not is_profiling:
+            if reservation is None or is_profiling:
+                return
+            if not reservation.refusals:
                 from nwor.vllm.runner_v1 import attach  # noqa: PLC0415 - staging engines only
 
                 attach(self, reservation)
+            if reservation.settings.audit is not AuditLevel.OFF:
+                from nwor.vllm import audit  # noqa: PLC0415 - audited engines only
+
+                first_staging = kv_cache_config.num_blocks - reservation.num_pages
+                audit.attach(self, reservation.settings.audit, first_staging)
 
         return initialize_kv_cache
 

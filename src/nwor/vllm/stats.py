@@ -20,7 +20,7 @@ ATTRIBUTE = "nwor_stats"
 KEY = "nwor"
 
 Sample = dict[str, Any]
-"""Counter increments by name, gauges by name, and ``fallbacks``: increments by reason."""
+"""Increments and gauges by name; ``fallbacks`` and ``audit_violations``: increments by reason."""
 
 GAUGES = ("staging_pages_in_use", "staging_pages")
 
@@ -59,14 +59,22 @@ class Increments:
 def merge(into: Sample, sample: Sample) -> None:
     """Add a sample to another one."""
     for name, value in sample.items():
-        if name == "fallbacks":
-            reasons = into.setdefault("fallbacks", {})
+        if isinstance(value, dict):
+            counts = into.setdefault(name, {})
             for reason, count in value.items():
-                reasons[reason] = reasons.get(reason, 0) + count
+                counts[reason] = counts.get(reason, 0) + count
         elif name in GAUGES:
             into[name] = value
         else:
             into[name] = into.get(name, 0) + value
+
+
+def merged(*samples: Sample | None) -> Sample | None:
+    """Return the sum of samples, None if there are none."""
+    total: Sample = {}
+    for sample in samples:
+        merge(total, sample or {})
+    return total or None
 
 
 def attach_sample(output: Any, sample: Sample) -> None:  # noqa: ANN401 - ModelRunnerOutput

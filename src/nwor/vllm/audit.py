@@ -1,0 +1,483 @@
+"""Audit of a running V1 engine, staged or stock: every row's name, step by step.
+
+    _update_states                      requests gone: their pages are nobody's
+    _prepare_inputs, nwor's begin       (copies are seen as they happen)
+    _build_attention_metadata  <------  what will be read and written, as the kernels will see it
+    forward, _sample, nwor's commit     (copies are seen as they happen)
+    _update_states_after_model_execute  what is durable now, and whether it should be
+
+The hooks sit on other symbols than nwor's own and stay when nwor's go, so the same audit watches an
+engine in every mode. It knows nothing of the overlay's bookkeeping: tables, slot mappings and
+acceptance come from vLLM's buffers, copies from the row movers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nwor.errors import LayoutError
+from nwor.vllm import seams
+from nwor.vllm.audit_rows import OWNER, STEP, Findings, Ints, Kind, RowNames, Violation
+from nwor.vllm.geometry import CacheGroup, cache_groups
+from nwor.vllm.settings import AuditLevel
+
+logger = logging.getLogger("vllm.nwor")
+
+ATTRIBUTE = "nwor_audit"
+"""Name under which a runner carries its `RunnerAudit`."""
+
+REJECTED = -1
+INTEGRITY_STEPS = 64
+
+
+@dataclass(slots=True)
+class _Step:
+    """The numbers of one step: arrays over batch rows, then over scheduled tokens."""
+
+    requests: list[str]
+    index: Ints
+    computed: Ints
+    scheduled: Ints
+    drafts: Ints
+    first: Ints
+    of_row: Ints
+    position: Ints
+    sampled: bool = False
+
+
+class RunnerAudit:
+    """Watches one runner.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`, its cache tensors allocated.
+        groups: the target's cache groups.
+        first_staging: first page that is not the scheduler's; the number of pages if there is none.
+
+    Attributes:
+        findings: what was found and how much was looked at.
+
+    Raises:
+        LayoutError: groups with different page sizes.
+    """
+
+    def __init__(
+        self,
+        runner: Any,  # noqa: ANN401 - vLLM's GPUModelRunner
+        groups: list[CacheGroup],
+        first_staging: int,
+        level: AuditLevel,
+    ) -> None:
+        sizes = {group.overlay.page_size for group in groups}
+        if len(sizes) != 1:
+            raise LayoutError(f"the audit needs one page size, this engine has {sorted(sizes)}")
+        (self.page_size,) = sizes
+        self.findings = Findings()
+        self.first_staging = first_staging
+        self._runner = runner
+        self._groups = groups
+        self._tables = [group.overlay.table.numpy() for group in groups]
+        self._slots = [group.overlay.slots.numpy() for group in groups]
+        self._windows = [_window(runner, group) for group in groups]
+        self.names = RowNames(runner.kv_cache_config.num_blocks, self.page_size)
+        number, length = runner.max_num_reqs, runner.max_model_len + 1
+        self._index: dict[str, int] = {}
+        self._free = list(range(number))
+        self._owner = np.zeros((number, length), np.int32)
+        self._written = np.zeros((number, length), np.int32)
+        self._known = np.zeros(number, np.int64)
+        columns = max(table.shape[1] for table in self._tables)
+        shape = (len(groups), number, columns)
+        self._pages = np.zeros(shape, np.int64)
+        self._seen_page = np.full(shape, -1, np.int64)
+        self._seen_version = np.full(shape, -1, np.int64)
+        self._serials = 0
+        self._serial = np.zeros(number, np.int32)
+        self._step: _Step | None = None
+        self._output: Any = None
+        self._moved: list[tuple[Ints, Ints]] = []
+        self._bytes = None
+        if level is AuditLevel.BYTES:
+            from nwor.vllm.audit_bytes import ByteAudit  # noqa: PLC0415 - this level only
+
+            self._bytes = ByteAudit(groups, first_staging)
+        self._reported = Findings()
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put the hooks on the runner, and on nwor's row movers if it has any."""
+
+        def update(original: Callable[..., Any]) -> Callable[..., Any]:
+            def _update_states(scheduler_output: Any) -> Any:  # noqa: ANN401
+                self.begin(scheduler_output)
+                return original(scheduler_output)
+
+            return _update_states
+
+        def build(original: Callable[..., Any]) -> Callable[..., Any]:
+            def _build_attention_metadata(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+                if self._output is not None and self._step is None:
+                    self.before_forward()
+                return original(*args, **kwargs)
+
+            return _build_attention_metadata
+
+        def after(original: Callable[..., Any]) -> Callable[..., Any]:
+            def _update_states_after_model_execute(tokens: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+                self.after_sampling(tokens)
+                return original(tokens, scheduler_output)
+
+            return _update_states_after_model_execute
+
+        seams.wrap_method(self._runner, seams.UPDATE_STATES, update)
+        seams.wrap_method(self._runner, seams.BUILD_METADATA, build)
+        seams.wrap_method(self._runner, seams.AFTER_EXECUTE, after)
+        self._runner.rejection_sampler.register_forward_hook(self._on_sampled)
+        overlay = self._overlay()
+        if overlay is not None:
+            overlay.observers.append(self.on_move)
+
+    def _overlay(self) -> Any:  # noqa: ANN401 - Overlay or None
+        return getattr(getattr(self._runner, "nwor", None), "overlay", None)
+
+    def _on_sampled(self, *_: Any) -> None:  # noqa: ANN401 - torch's hook
+        if self._step is not None:
+            self._step.sampled = True
+
+    def reset(self) -> None:
+        """Start a new report; at the byte level, with fresh pages. No request may be running."""
+        self.findings = Findings()
+        self._reported = Findings()
+        if self._bytes is not None:
+            self._bytes.fill()
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def begin(self, scheduler_output: Any) -> None:  # noqa: ANN401 - SchedulerOutput
+        """Forget requests that are gone; remember what is scheduled."""
+        self._step, self._moved = None, []
+        self._output = scheduler_output if scheduler_output.num_scheduled_tokens else None
+        for gone in (
+            scheduler_output.finished_req_ids,
+            scheduler_output.preempted_req_ids or (),
+            scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+        ):
+            for request in gone:
+                self._drop(request)
+        self._check_leaks()
+
+    def before_forward(self) -> None:
+        """Check what the kernels will read and write; then name what they write."""
+        findings = self.findings
+        findings.steps += 1
+        step = self._step = self._describe()
+        self._adopt(step)
+        names = np.empty((len(step.position), 3), np.int32)
+        index = step.index[step.of_row]
+        names[:, OWNER] = self._serial[index]
+        names[:, 1] = step.position
+        names[:, STEP] = findings.steps
+        for group in range(len(self._groups)):
+            self._check_reads(step, group)
+            self._check_writes(step, group)
+        for group in range(len(self._groups)):
+            slots = self._slots[group][: len(step.position)]
+            self.names.write(np.maximum(slots, 0), names)
+
+    def on_move(self, source: Ints, target: Ints) -> None:
+        """Follow a copy of rows between staging and durable pages."""
+        self.names.copy(source, target)
+        home = target < self.first_staging * self.page_size
+        if not home.any():
+            return
+        self._moved.append((source[home], target[home]))
+        if self._step is not None and not self._step.sampled:
+            self.report(Kind.EARLY_COMMIT, slot=int(target[home][0]))
+
+    def after_sampling(self, sampled: torch.Tensor) -> None:
+        """Compare the durable pages with what was accepted."""
+        step, self._step, self._output = self._step, None, None
+        if step is None:
+            return
+        tokens = (sampled.numpy()[: len(step.requests)] != REJECTED).sum(1)
+        accepted = np.where(step.drafts > 0, np.maximum(tokens - 1, 0), 0)
+        kept = step.scheduled - step.drafts + accepted
+        discarded = self._runner.discard_request_mask.np[: len(step.requests)]
+        kept = np.where(discarded, step.scheduled, kept)
+        depth = np.arange(len(step.position)) - step.first[step.of_row]
+        good = depth < kept[step.of_row]
+        self.findings.drafts += int(step.drafts.sum())
+        self.findings.rejected += int((step.scheduled - kept).sum())
+        self.findings.tokens += int(tokens.sum())
+        wanted = []
+        for group in range(len(self._groups)):
+            wanted.append(self._check_durable(step, group, good))
+            self._note_pages(step, group)
+        kept_slots = np.concatenate([slots[good] for slots in wanted])
+        self._check_moves(kept_slots)
+        index, position = step.index[step.of_row][good], step.position[good]
+        self._owner[index, position] = self._serial[index]
+        self._written[index, position] = self.findings.steps
+        self._known[step.index] = step.computed + kept
+        if self._bytes is not None:
+            self._bytes.check(self, wanted, kept_slots, self._moved)
+
+    def _describe(self) -> _Step:
+        output, batch = self._output, self._runner.input_batch
+        requests = list(batch.req_ids)
+        scheduled = np.array([output.num_scheduled_tokens[r] for r in requests], np.int64)
+        drafts = output.scheduled_spec_decode_tokens
+        computed = batch.num_computed_tokens_cpu[: len(requests)].astype(np.int64)
+        first = np.cumsum(scheduled) - scheduled
+        of_row = np.repeat(np.arange(len(requests)), scheduled)
+        return _Step(
+            requests,
+            np.array([self._record(request) for request in requests], np.int64),
+            computed,
+            scheduled,
+            np.array([len(drafts.get(request, ())) for request in requests], np.int64),
+            first,
+            of_row,
+            np.arange(len(of_row)) - first[of_row] + computed[of_row],
+        )
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _adopt(self, step: _Step) -> None:
+        """Take over the rows of a cached prefix under the names they have, if they are accepted."""
+        size = self.page_size
+        for row in np.flatnonzero(self._known[step.index] == 0):
+            until = int(step.computed[row])
+            if not until:
+                continue
+            index, position = step.index[row], np.arange(until)
+            for group, table in enumerate(self._tables):
+                start = self._first_read(group, until)
+                slots = table[row, position // size].astype(np.int64) * size + position % size
+                found = self.names.rows[slots[start:]]
+                good = self.names.accepted[slots[start:]] & (found[:, 1] == position[start:])
+                self.report_rows(
+                    Kind.PUBLISHED,
+                    step.requests[row],
+                    group,
+                    position[start:],
+                    slots[start:],
+                    ~good,
+                )
+                self._owner[index, start:until] = found[:, OWNER]
+                self._written[index, start:until] = found[:, STEP]
+            self._known[index] = until
+
+    def _first_read(self, group: int, computed: int) -> int:
+        window = self._windows[group]
+        return 0 if window is None else max(0, computed + 1 - window)
+
+    def _check_reads(self, step: _Step, group: int) -> None:
+        """Look at the pages that changed, or are new to a request, since they were looked at."""
+        size, table = self.page_size, self._tables[group]
+        last = step.computed // size
+        columns = int(last.max()) + 1
+        pages = table[: len(step.index), :columns].astype(np.int64)
+        seen_page = self._seen_page[group, step.index, :columns]
+        version = self.names.version[pages]
+        window = self._windows[group]
+        start = np.zeros_like(step.computed)
+        if window is not None:
+            start = np.maximum(0, step.computed + 1 - window)
+        column = np.arange(columns)
+        used = (column >= (start // size)[:, None]) & (column <= last[:, None])
+        dirty = (pages != seen_page) | (version != self._seen_version[group, step.index, :columns])
+        rows, cols = np.nonzero(dirty & used)
+        self._seen_page[group, step.index, :columns] = pages
+        self._seen_version[group, step.index, :columns] = version
+        low = np.maximum(cols * size, start[rows])
+        counts = np.maximum(np.minimum((cols + 1) * size, step.computed[rows]) - low, 0)
+        total = int(counts.sum())
+        if not total:
+            return
+        which = np.repeat(np.arange(len(rows)), counts)
+        position = np.arange(total) - (np.cumsum(counts) - counts)[which] + low[which]
+        index = step.index[rows[which]]
+        slots = pages[rows, cols][which] * size + position % size
+        found = self.names.rows[slots]
+        wrong = (
+            (found[:, OWNER] != self._owner[index, position])
+            | (found[:, 1] != position)
+            | (found[:, STEP] != self._written[index, position])
+        )
+        self.findings.rows_checked += total
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            request = step.requests[rows[which[at]]]
+            self.report_rows(Kind.WRONG_READ, request, group, position, slots, wrong)
+
+    def _check_writes(self, step: _Step, group: int) -> None:
+        size, table = self.page_size, self._tables[group]
+        slots = self._slots[group][: len(step.position)]
+        named = table[step.of_row, step.position // size].astype(np.int64)
+        named = named * size + step.position % size
+        names, durable = self.names, slots < self.first_staging * size
+        self.findings.rows_checked += len(slots)
+        self.offend(step, Kind.NULL_WRITE, group, slots, slots < size)
+        self.offend(step, Kind.DISAGREE, group, slots, slots != named)
+        slots = np.maximum(slots, 0)
+        if len(np.unique(slots)) != len(slots):
+            _, inverse, count = np.unique(slots, return_inverse=True, return_counts=True)
+            self.offend(step, Kind.DOUBLE_WRITE, group, slots, count[inverse] > 1)
+        index, page = step.index[step.of_row], slots // size
+        mine = self._pages[group, index, step.position // size] == page
+        self.offend(step, Kind.SHARED_WRITE, group, slots, durable & (names.users[page] > mine))
+        over = durable & mine & names.accepted[slots] & (step.position < self._known[index])
+        self.offend(step, Kind.OVERWRITTEN, group, slots, over)
+
+    def _check_durable(self, step: _Step, group: int, good: NDArray[np.bool_]) -> Ints:
+        """Compare the names in the durable pages with acceptance; return the durable slots."""
+        size, table = self.page_size, self._tables[group]
+        pages = table[step.of_row, step.position // size].astype(np.int64)
+        slots: Ints = pages * size + step.position % size
+        staging = (pages >= self.first_staging) | (
+            self._slots[group][: len(slots)] >= self.first_staging * size
+        )
+        self.offend(step, Kind.NOT_RESTORED, group, slots, staging)
+        found = self.names.rows[slots]
+        here = (
+            (found[:, OWNER] == self._serial[step.index[step.of_row]])
+            & (found[:, 1] == step.position)
+            & (found[:, STEP] == self.findings.steps)
+        )
+        self.findings.rows_checked += len(slots)
+        self.offend(step, Kind.ROW_LOST, group, slots, good & ~here)
+        self.offend(step, Kind.REJECTED_IN_DURABLE, group, slots, ~good & here & ~staging)
+        self.names.accepted[slots[good & here]] = True
+        return slots
+
+    def _check_moves(self, wanted: Ints) -> None:
+        for _, target in self._moved:
+            for slot in target[~np.isin(target, wanted)]:
+                self.report(Kind.FOREIGN_WRITE, slot=int(slot))
+
+    def _check_leaks(self) -> None:
+        overlay = self._overlay()
+        if overlay is None:
+            return
+        for request in overlay.pages.requests:
+            if request not in self._index:
+                self.report(Kind.LEAK, request=str(request))
+        if self.findings.steps % INTEGRITY_STEPS == 0:
+            overlay.pages.check_integrity()
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def _record(self, request: str) -> int:
+        index = self._index.get(request)
+        if index is None:
+            index = self._index[request] = self._free.pop()
+            self._serials += 1
+            self._serial[index] = self._serials
+        return index
+
+    def _drop(self, request: str) -> None:
+        index = self._index.pop(request, None)
+        if index is None:
+            return
+        np.subtract.at(self.names.users, self._pages[:, index].ravel(), 1)
+        self._pages[:, index] = 0
+        self._seen_page[:, index] = -1
+        self._known[index] = 0
+        self._free.append(index)
+
+    def _note_pages(self, step: _Step, group: int) -> None:
+        """Count who uses which page."""
+        columns = int((step.computed + step.scheduled).max() - 1) // self.page_size + 1
+        pages = self._tables[group][: len(step.index), :columns].astype(np.int64)
+        past = (
+            np.arange(columns) > ((step.computed + step.scheduled - 1) // self.page_size)[:, None]
+        )
+        pages[past] = 0
+        old = self._pages[group, step.index, :columns]
+        if not (changed := old != pages).any():
+            return
+        np.subtract.at(self.names.users, old[changed], 1)
+        np.add.at(self.names.users, pages[changed], 1)
+        self._pages[group, step.index, :columns] = pages
+        self.names.users[0] = 0
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def offend(
+        self, step: _Step, kind: Kind, group: int, slots: Ints, wrong: NDArray[np.bool_]
+    ) -> None:
+        """Report the wrong ones among the step's rows."""
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            request = step.requests[step.of_row[at]]
+            self.report_rows(kind, request, group, step.position, slots, wrong)
+
+    def report_rows(
+        self,
+        kind: Kind,
+        request: str,
+        group: int,
+        position: Ints,
+        slots: Ints,
+        wrong: NDArray[np.bool_],
+    ) -> None:
+        """Report the wrong ones among rows of one request."""
+        if not wrong.any():
+            return
+        at = int(np.flatnonzero(wrong)[0])
+        self.report(
+            kind,
+            int(wrong.sum()),
+            request=request,
+            group=group,
+            position=int(position[at]),
+            slot=int(slots[at]),
+        )
+
+    def report(self, kind: Kind, count: int = 1, **place: Any) -> None:  # noqa: ANN401 - Violation's
+        """Count a violation; log the first of its kind."""
+        violation = Violation(kind, self.findings.steps, **place)
+        if self.findings.add(violation, count):
+            logger.error("nwor audit: %s (later ones of this kind are only counted)", violation)
+
+    def take_sample(self) -> dict[str, Any] | None:
+        """Return what was found since the last call, for /metrics."""
+        now, before = self.findings, self._reported
+        if now.rows_checked == before.rows_checked:
+            return None
+        added = now.counts - before.counts
+        sample: dict[str, Any] = {"audit_rows_checked": now.rows_checked - before.rows_checked}
+        if added:
+            sample["audit_violations"] = {f"{k.invariant} {k.value}": n for k, n in added.items()}
+        before.rows_checked = now.rows_checked
+        before.counts = now.counts.copy()
+        return sample
+
+
+def attach(runner: Any, level: AuditLevel, first_staging: int) -> None:  # noqa: ANN401 - GPUModelRunner
+    """Audit a runner, staged or not; called once its cache tensors exist.
+
+    What cannot be audited is said and left alone.
+    """
+    try:
+        audit = RunnerAudit(runner, cache_groups(runner), first_staging, level)
+    except LayoutError as error:
+        logger.error("nwor audit: this worker is not audited: %s", error)  # noqa: TRY400
+        return
+    audit.install()
+    setattr(runner, ATTRIBUTE, audit)
+    logger.info("nwor audit: watching, level %s", level.value)
+
+
+def _window(runner: Any, group: CacheGroup) -> int | None:  # noqa: ANN401 - GPUModelRunner
+    spec = runner.kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+    window: int | None = getattr(spec, "sliding_window", None)
+    return window

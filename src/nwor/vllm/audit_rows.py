@@ -1,0 +1,156 @@
+"""What metadata says every slot holds, and whether that is what should be there.
+
+A row is named by owner (which request wrote it), position and the step that wrote it. Writes name the
+slots of the step's slot mapping; the commit's copies carry names from slot to slot. Nothing here
+looks at K or V, so it costs the same for every model and works on every device.
+
+A rejected draft, a stale row, somebody else's row and a row that was never written all have the
+wrong name at the place where attention expects another one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Names = NDArray[np.int32]
+
+NOBODY = 0
+OWNER, POSITION, STEP = range(3)
+
+
+class Kind(StrEnum):
+    """What can be wrong, with the invariant it breaks."""
+
+    REJECTED_IN_DURABLE = "rejected_row_in_durable_page"
+    FOREIGN_WRITE = "row_moved_to_a_slot_nobody_accepted"
+    EARLY_COMMIT = "commit_before_sampling"
+    ROW_LOST = "accepted_row_missing"
+    OVERWRITTEN = "accepted_row_overwritten"
+    SHARED_WRITE = "write_to_a_page_of_another_request"
+    DOUBLE_WRITE = "slot_written_twice_in_a_step"
+    NULL_WRITE = "write_to_null_page_or_negative_slot"
+    WRONG_READ = "attention_reads_a_wrong_row"
+    DISAGREE = "block_table_and_slot_mapping_disagree"
+    NOT_RESTORED = "table_names_a_staging_page_after_the_step"
+    PUBLISHED = "shared_prefix_holds_rows_nobody_accepted"
+    LEAK = "staging_page_of_a_gone_request"
+    BYTES_FOREIGN = "bytes_of_a_slot_nobody_wrote_changed"
+    BYTES_LOST = "bytes_of_an_accepted_row_differ_from_its_staged_row"
+
+    @property
+    def invariant(self) -> str:
+        """The invariant, ``I1`` to ``I6``."""
+        return _INVARIANTS[self]
+
+
+_INVARIANTS = {
+    Kind.REJECTED_IN_DURABLE: "I1",
+    Kind.FOREIGN_WRITE: "I1",
+    Kind.EARLY_COMMIT: "I1",
+    Kind.ROW_LOST: "I1",
+    Kind.OVERWRITTEN: "I2",
+    Kind.SHARED_WRITE: "I2",
+    Kind.DOUBLE_WRITE: "I1",
+    Kind.NULL_WRITE: "I1",
+    Kind.WRONG_READ: "I4",
+    Kind.DISAGREE: "I4",
+    Kind.NOT_RESTORED: "I6",
+    Kind.PUBLISHED: "I3",
+    Kind.LEAK: "I6",
+    Kind.BYTES_FOREIGN: "I1",
+    Kind.BYTES_LOST: "I2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One offence, and where.
+
+    Attributes:
+        kind: what is wrong.
+        step: engine step, from 1.
+        request: the request it concerns; empty if it is not about one.
+        group: cache group, -1 if it is not about one.
+        layer: layer within the group, where bytes were compared; else -1.
+        position: token position in the request, -1 if unknown.
+        slot: slot in the cache, -1 if it is not about one.
+    """
+
+    kind: Kind
+    step: int
+    request: str = ""
+    group: int = -1
+    layer: int = -1
+    position: int = -1
+    slot: int = -1
+
+    def __str__(self) -> str:
+        place = f"step {self.step}"
+        for name in ("request", "group", "layer", "position", "slot"):
+            value = getattr(self, name)
+            place += f", {name} {value}" if value not in {"", -1} else ""
+        return f"{self.kind.invariant} {self.kind.value}: {place}"
+
+
+class Findings:
+    """Violations: all counted, the first of each kind kept.
+
+    Attributes:
+        counts: by kind.
+        first: the first of each kind.
+        rows_checked: rows whose name was compared.
+        steps: steps seen.
+        rejected: rejected drafts seen; without any, a clean result proves nothing.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[Kind] = Counter()
+        self.first: dict[Kind, Violation] = {}
+        self.rows_checked = 0
+        self.steps = 0
+        self.tokens = 0
+        self.drafts = 0
+        self.rejected = 0
+
+    def add(self, violation: Violation, count: int = 1) -> bool:
+        """Count; say whether it is the first of its kind."""
+        self.counts[violation.kind] += count
+        return self.first.setdefault(violation.kind, violation) is violation
+
+
+class RowNames:
+    """The name of the row in every slot of one page space.
+
+    Attributes:
+        rows: int32 ``[slots, 3]``: owner, position, step; zeros for a slot never written.
+        accepted: ``[slots]``, the row was accepted by the target.
+        version: ``[pages]``, grows with every write or copy into the page.
+        users: ``[pages]``, requests whose tables name the page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.rows = np.zeros((num_pages * page_size, 3), np.int32)
+        self.accepted = np.zeros(num_pages * page_size, np.bool_)
+        self.version = np.zeros(num_pages, np.int64)
+        self.users = np.zeros(num_pages, np.int32)
+
+    def write(self, slots: Ints, names: Names) -> None:
+        """Name the rows that a step writes; none of them is accepted yet."""
+        self.rows[slots] = names
+        self._touch(slots)
+
+    def copy(self, source: Ints, target: Ints) -> None:
+        """Carry names along with rows."""
+        self.rows[target] = self.rows[source]
+        self._touch(target)
+
+    def _touch(self, slots: Ints) -> None:
+        self.accepted[slots] = False
+        self.version[slots // self.page_size] += 1

@@ -15,13 +15,19 @@ from typing import Any
 
 
 def kill_in_flight(llm: Any, prompts: list[Any], params: Any) -> str:
-    """Kill the process that runs the model in the middle of its windows; return what users see."""
+    """Kill the process that runs the model in the middle of its windows; return what users see.
+
+    (Kill the engine core instead and vLLM's synchronous client waits for ever, nwor or not.)
+    """
+    import psutil
+
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), prompt, params)
     for _ in range(6):
         llm.llm_engine.step()
     (core,) = multiprocessing.active_children()
-    os.kill(core.pid, signal.SIGKILL)
+    (worker,) = [child for child in psutil.Process(core.pid).children() if "Worker" in child.name()]
+    os.kill(worker.pid, signal.SIGKILL)
     try:
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()

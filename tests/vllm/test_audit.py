@@ -57,3 +57,30 @@ def test_rejected_rows_on_stock(engine: Get, level: str) -> None:
     assert set(found.counts) == kinds
     assert found.counts[Kind.REJECTED_IN_DURABLE] == found.rejected
     assert str(found.first[Kind.REJECTED_IN_DURABLE]).startswith("I1 rejected_row")
+
+
+@pytest.mark.parametrize("mode", [Mode.STAGE, Mode.OFF])
+def test_groups_windows_prefixes_and_preemption(
+    engine: Get, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """Three groups with sliding windows, too little memory, shared prefixes, chunked prompts."""
+    monkeypatch.setenv("NWOR_AUDIT", "bytes")
+    monkeypatch.setenv("NWOR_STAGING_PAGES", "24")
+    llm = engine("gemma3", k=4, blocks=54, max_num_seqs=4, max_num_batched_tokens=64)
+    shared = prompts(70)[0]
+    texts = [*prompts(60, 120, 100), *(shared + tail[1:] for tail in prompts(8, 12, seed=1))]
+    llm.learn(texts, greedy(100))
+    audit: RunnerAudit = llm.runner.nwor_audit
+
+    def fresh(step: int) -> None:
+        if step == 0:
+            audit.reset()
+
+    run = llm.run(texts, greedy(100), mode, arrive={3: 9, 4: 30}, before_step=fresh)
+    llm.drain()
+    assert run.preempted
+    found = audit.findings
+    if mode is Mode.STAGE:
+        assert not found.counts, found.first
+    else:
+        assert set(found.counts) == {Kind.REJECTED_IN_DURABLE, Kind.BYTES_FOREIGN}

@@ -89,8 +89,8 @@ class RunnerAudit:
         number, length = runner.max_num_reqs, runner.max_model_len + 1
         self._index: dict[str, int] = {}
         self._free = list(range(number))
-        self._owner = np.zeros((number, length), np.int32)
-        self._written = np.zeros((number, length), np.int32)
+        self._owner = np.zeros((len(groups), number, length), np.int32)
+        self._written = np.zeros((len(groups), number, length), np.int32)
         self._known = np.zeros(number, np.int64)
         columns = max(table.shape[1] for table in self._tables)
         shape = (len(groups), number, columns)
@@ -178,18 +178,22 @@ class RunnerAudit:
         findings = self.findings
         findings.steps += 1
         step = self._step = self._describe()
-        self._adopt(step)
         names = np.empty((len(step.position), 3), np.int32)
         index = step.index[step.of_row]
         names[:, OWNER] = self._serial[index]
         names[:, 1] = step.position
         names[:, STEP] = findings.steps
+        depth = np.arange(len(step.position)) - step.first[step.of_row]
+        certain = depth < (step.scheduled - step.drafts)[step.of_row]
         for group in range(len(self._groups)):
-            self._check_reads(step, group)
             self._check_writes(step, group)
         for group in range(len(self._groups)):
-            slots = self._slots[group][: len(step.position)]
-            self.names.write(np.maximum(slots, 0), names)
+            slots = np.maximum(self._slots[group][: len(step.position)], 0)
+            self.names.write(slots, names)
+            self.names.accepted[slots[certain]] = True
+        self._adopt(step)
+        for group in range(len(self._groups)):
+            self._check_reads(step, group)
 
     def on_move(self, source: Ints, target: Ints) -> None:
         """Follow a copy of rows between staging and durable pages."""
@@ -216,6 +220,7 @@ class RunnerAudit:
         self.findings.drafts += int(step.drafts.sum())
         self.findings.rejected += int((step.scheduled - kept).sum())
         self.findings.tokens += int(tokens.sum())
+        self._known[step.index] = step.computed + kept
         wanted = []
         for group in range(len(self._groups)):
             wanted.append(self._check_durable(step, group, good))
@@ -223,9 +228,8 @@ class RunnerAudit:
         kept_slots = np.concatenate([slots[good] for slots in wanted])
         self._check_moves(kept_slots)
         index, position = step.index[step.of_row][good], step.position[good]
-        self._owner[index, position] = self._serial[index]
-        self._written[index, position] = self.findings.steps
-        self._known[step.index] = step.computed + kept
+        self._owner[:, index, position] = self._serial[index]
+        self._written[:, index, position] = self.findings.steps
         if self._bytes is not None:
             self._bytes.check(self, wanted, kept_slots, self._moved)
 
@@ -251,7 +255,10 @@ class RunnerAudit:
     # -- checks ----------------------------------------------------------------------------------
 
     def _adopt(self, step: _Step) -> None:
-        """Take over the rows of a cached prefix under the names they have, if they are accepted."""
+        """Take over the rows of a cached prefix under the names they have, if they are accepted.
+
+        vLLM publishes a page in the step that fills it: some may have been written just now.
+        """
         size = self.page_size
         for row in np.flatnonzero(self._known[step.index] == 0):
             until = int(step.computed[row])
@@ -271,8 +278,8 @@ class RunnerAudit:
                     slots[start:],
                     ~good,
                 )
-                self._owner[index, start:until] = found[:, OWNER]
-                self._written[index, start:until] = found[:, STEP]
+                self._owner[group, index, start:until] = found[:, OWNER]
+                self._written[group, index, start:until] = found[:, STEP]
             self._known[index] = until
 
     def _first_read(self, group: int, computed: int) -> int:
@@ -308,9 +315,9 @@ class RunnerAudit:
         slots = pages[rows, cols][which] * size + position % size
         found = self.names.rows[slots]
         wrong = (
-            (found[:, OWNER] != self._owner[index, position])
+            (found[:, OWNER] != self._owner[group, index, position])
             | (found[:, 1] != position)
-            | (found[:, STEP] != self._written[index, position])
+            | (found[:, STEP] != self._written[group, index, position])
         )
         self.findings.rows_checked += total
         if wrong.any():
@@ -394,13 +401,17 @@ class RunnerAudit:
         self._free.append(index)
 
     def _note_pages(self, step: _Step, group: int) -> None:
-        """Count who uses which page."""
+        """Count who uses which page; those a sliding window has left are the scheduler's again."""
         columns = int((step.computed + step.scheduled).max() - 1) // self.page_size + 1
         pages = self._tables[group][: len(step.index), :columns].astype(np.int64)
         past = (
             np.arange(columns) > ((step.computed + step.scheduled - 1) // self.page_size)[:, None]
         )
         pages[past] = 0
+        window = self._windows[group]
+        if window is not None:
+            start = np.maximum(0, self._known[step.index] + 1 - window) // self.page_size
+            pages[np.arange(columns) < start[:, None]] = 0
         old = self._pages[group, step.index, :columns]
         if not (changed := old != pages).any():
             return

@@ -202,7 +202,7 @@ class RunnerAudit:
         if not home.any():
             return
         self._moved.append((source[home], target[home]))
-        if self._step is not None and not self._step.sampled:
+        if self._output is not None and (self._step is None or not self._step.sampled):
             self.report(Kind.EARLY_COMMIT, slot=int(target[home][0]))
 
     def after_sampling(self, sampled: torch.Tensor) -> None:

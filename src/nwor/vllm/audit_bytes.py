@@ -65,7 +65,7 @@ class ByteAudit:
                 changed |= (then != now).flatten(3).any(-1).any(0)
             self._before[name] = after
             changed = changed.flatten()
-            changed[torch.from_numpy(kept)] = False
+            changed[torch.from_numpy(kept[kept < len(changed)])] = False
             if changed.any():
                 slot = int(torch.nonzero(changed)[0, 0])
                 audit.report(Kind.BYTES_FOREIGN, int(changed.sum()), slot=slot)

@@ -398,3 +398,23 @@ def test_construction_is_checked(engine: ToyEngine) -> None:
     small = KVRows.allocate(layers=1, pages=1, page_size=2, heads=1, dim=1, dtype=torch.int32)
     with pytest.raises(LayoutError, match="same page size"):
         OverlayGroup(group.table, group.slots, (group.rows[0], small))
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_newcomers_read_the_page_whose_last_row_is_staged(end: str) -> None:
+    """An engine may share a page in the step that fills it: without this, a row is missing."""
+    engine = ToyEngine([4, 8])
+    engine.add("a", list(range(7)))
+    drafts = {"a": [5, 6]}
+    engine.prepare(drafts)
+    shared = [engine.requests["a"].pages[0][1], engine.requests["a"].pages[1][0]]
+    for table, page in zip(engine.tables, shared, strict=True):
+        table[3, 1] = page
+    before = engine.snapshot()
+    window = engine.overlay.begin(engine.verify_batch(drafts), np.array([3]))
+    for table, column in zip(engine.tables, (1, 0), strict=True):
+        assert table[3, 1] == table[0, column] >= engine.first_staging
+        assert table[3, 0] == 0
+    window.commit([1]) if end == "commit" else window.abort()
+    for then, now in zip(before, engine.snapshot(), strict=True):
+        assert torch.equal(then, now)

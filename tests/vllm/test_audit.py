@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from drafters import ScriptedDrafter
 from harness import Engine, greedy, prompts
 
 from nwor.manager import Mode
@@ -84,3 +85,47 @@ def test_groups_windows_prefixes_and_preemption(
         assert not found.counts, found.first
     else:
         assert set(found.counts) == {Kind.REJECTED_IN_DURABLE, Kind.BYTES_FOREIGN}
+
+
+@pytest.mark.parametrize("mode", [Mode.STAGE, Mode.OFF])
+def test_a_page_published_in_the_step_that_stages_its_last_row(
+    engine: Get, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """vLLM shares a page as soon as it schedules the row that fills it: here, a bonus token.
+
+    The newcomer's attention reads that row in the very step in which it is staged.
+    """
+    monkeypatch.setenv("NWOR_AUDIT", "metadata")
+    llm = engine(k=4)
+    audit: RunnerAudit = llm.runner.nwor_audit
+    caught = 0
+    for length in range(20, 32):
+        (text,) = prompts(length, seed=length)
+        whole = text + llm.learn([text], greedy(80)).tokens["0"]
+        follower = [*whole[:64], *prompts(9, seed=1)[0][1:]]
+        ScriptedDrafter.silent = True
+        alone = llm.run([follower], greedy(8), Mode.OFF).tokens["0"]
+        ScriptedDrafter.silent = False
+        llm.drain()
+        assert llm.llm.reset_prefix_cache()
+        llm.runner.nwor.set_mode(mode)
+        audit.reset()
+        core = llm.llm.llm_engine
+        core.add_request("first", {"prompt_token_ids": text}, greedy(80))
+        joined, answers = False, {}
+        while core.has_unfinished_requests():
+            running = [r for r in llm.scheduler.running if r.num_computed_tokens == 63]
+            if running and running[0].spec_token_ids and not joined:
+                core.add_request("second", {"prompt_token_ids": follower}, greedy(8))
+                joined = True
+            for output in core.step():
+                if output.finished:
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+        llm.drain()
+        if joined:
+            caught += 1
+            assert answers["second"] == alone
+            wrong = set(audit.findings.counts) - {Kind.REJECTED_IN_DURABLE}
+            assert not wrong, audit.findings.first
+            assert mode is Mode.OFF or not audit.findings.counts
+    assert caught, "the case did not occur"

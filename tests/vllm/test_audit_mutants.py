@@ -189,8 +189,12 @@ def test_caught(engine: Get, monkeypatch: Patch, mutant: Callable[[Patch, Engine
         first = found.first[kind]
         assert first.step > 1, first
         assert first.slot >= 0 or first.request, f"no place: {first}"
-    for request in list(llm.overlay.pages.requests):  # what the mutant leaked
+    pages = llm.overlay.pages
+    for request in list(pages.requests):  # what the mutant leaked
         llm.overlay.release(request)
+    pages.held.fill(-1)
+    pages.durable.fill(-1)
+    pages.filled.fill(0)
     healthy = run(llm, audit)
     assert not healthy.counts, f"the engine has not recovered: {healthy.first}"
 

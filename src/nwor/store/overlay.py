@@ -124,8 +124,14 @@ class Overlay:
         self._loops = get_loops(loops)
         self._storages = _storages(groups, mover)
 
-    def begin(self, batch: VerifyBatch) -> OverlayWindow:
+    def begin(self, batch: VerifyBatch, newcomers: Ints | None = None) -> OverlayWindow:
         """Stage the windows of all requests that can be staged; the others are written through.
+
+        Args:
+            batch: the verifying requests.
+            newcomers: rows in the block tables of requests that begin this step on a cached prefix.
+                An engine may share a page in the very step that fills it; where that step stages the
+                last row, the newcomer reads the staging page too.
 
         Returns:
             The open window. `OverlayWindow.requests` are the staged ones, in the batch's order.
@@ -145,6 +151,8 @@ class Overlay:
             self._point(plan, plan.staging_pages, plan.staged)
             self._note(plan, batch.computed)
         self.window = OverlayWindow(self, batch, plan)
+        if plan is not None and newcomers is not None and len(newcomers):
+            self.window.shared = self._share(plan, newcomers)
         return self.window
 
     def rehearse(self) -> None:
@@ -236,6 +244,21 @@ class Overlay:
             slots,
         )
 
+    def _share(self, plan: OverlayPlan, newcomers: Ints) -> list[tuple[int, int, int, int]]:
+        """Show newcomers the staging pages; return group, row, column and old page of each edit."""
+        edits = []
+        for group, table in enumerate(self._buffers.tables):
+            staging = dict(
+                zip(plan.durable_pages[group].flat, plan.staging_pages[group].flat, strict=True)
+            )
+            hit = np.isin(table[newcomers], plan.durable_pages[group])
+            for at, column in zip(*np.nonzero(hit), strict=True):
+                row = int(newcomers[at])
+                old = int(table[row, column])
+                edits.append((group, row, int(column), old))
+                table[row, column] = staging[old]
+        return edits
+
     def _note(self, plan: OverlayPlan, watermark: Ints) -> None:
         pages = self.pages
         self._loops.note(
@@ -288,9 +311,11 @@ class OverlayWindow:
     Attributes:
         requests: the staged requests.
         batch: their numbers.
+        shared: edits in the tables of newcomers: group, row, column, durable page.
     """
 
     def __init__(self, overlay: Overlay, batch: VerifyBatch, plan: OverlayPlan | None) -> None:
+        self.shared: list[tuple[int, int, int, int]] = []
         self.requests = tuple(batch.requests)
         self.batch = batch
         self.plan = plan
@@ -378,6 +403,8 @@ class OverlayWindow:
         overlay.window = None
         if plan is not None:
             overlay._point(plan, plan.durable_pages, plan.durable)  # noqa: SLF001
+        for group, row, column, page in self.shared:
+            overlay.groups[group].table[row, column] = page
 
     def _written(self, tokens: int) -> Written:
         groups = self._overlay.groups

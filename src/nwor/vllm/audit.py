@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class _Step:
     first: Ints
     of_row: Ints
     position: Ints
+    written: list[Ints] = field(default_factory=list)
     sampled: bool = False
 
 
@@ -189,6 +190,7 @@ class RunnerAudit:
             self._check_writes(step, group)
         for group in range(len(self._groups)):
             slots = np.maximum(self._slots[group][: len(step.position)], 0)
+            step.written.append(slots)
             self.names.write(slots, names)
             self.names.accepted[slots[certain]] = True
         self._adopt(step)
@@ -363,6 +365,7 @@ class RunnerAudit:
         self.offend(step, Kind.ROW_LOST, group, slots, good & ~here)
         self.offend(step, Kind.REJECTED_IN_DURABLE, group, slots, ~good & here & ~staging)
         self.names.accepted[slots[good & here]] = True
+        self.names.accepted[step.written[group][good]] = True
         return slots
 
     def _check_moves(self, wanted: Ints) -> None:
@@ -378,7 +381,10 @@ class RunnerAudit:
             if request not in self._index:
                 self.report(Kind.LEAK, request=str(request))
         if self.findings.steps % INTEGRITY_STEPS == 0:
-            overlay.pages.check_integrity()
+            try:
+                overlay.pages.check_integrity()
+            except AssertionError as error:
+                self.report(Kind.LEAK, request=str(error))
 
     # -- records ---------------------------------------------------------------------------------
 

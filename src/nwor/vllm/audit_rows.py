@@ -144,13 +144,11 @@ class RowNames:
     def write(self, slots: Ints, names: Names) -> None:
         """Name the rows that a step writes; none of them is accepted yet."""
         self.rows[slots] = names
-        self._touch(slots)
+        self.accepted[slots] = False
+        self.version[slots // self.page_size] += 1
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Carry names along with rows."""
         self.rows[target] = self.rows[source]
-        self._touch(target)
-
-    def _touch(self, slots: Ints) -> None:
-        self.accepted[slots] = False
-        self.version[slots // self.page_size] += 1
+        self.accepted[target] = self.accepted[source]
+        self.version[target // self.page_size] += 1

@@ -171,7 +171,11 @@ class RunnerWindows:
         def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:  # noqa: ANN401
             prepared = original(scheduler_output, num_scheduled_tokens)
             if scheduler_output.scheduled_spec_decode_tokens:
-                self.begin(scheduler_output.scheduled_spec_decode_tokens, num_scheduled_tokens)
+                self.begin(
+                    scheduler_output.scheduled_spec_decode_tokens,
+                    num_scheduled_tokens,
+                    self._newcomers(scheduler_output),
+                )
             return prepared
 
         return _prepare_inputs
@@ -200,12 +204,18 @@ class RunnerWindows:
 
     # -- one window ------------------------------------------------------------------------------
 
-    def begin(self, drafts: dict[str, list[int]], num_scheduled: np.ndarray[Any, Any]) -> None:
+    def begin(
+        self,
+        drafts: dict[str, list[int]],
+        num_scheduled: np.ndarray[Any, Any],
+        newcomers: np.ndarray[Any, Any] | None = None,
+    ) -> None:
         """Begin the windows of a step.
 
         Args:
             drafts: draft tokens by request.
             num_scheduled: query tokens of each batch row.
+            newcomers: batch rows of requests that begin on a cached prefix.
         """
         started = perf_counter()
         batch = self._batch(drafts, num_scheduled)
@@ -217,7 +227,7 @@ class RunnerWindows:
             self.metrics.flushed += int(batch.num_drafts.sum())
             return
         try:
-            window = self.overlay.begin(batch)
+            window = self.overlay.begin(batch, newcomers)
         except (StageError, CommitError) as error:
             if self._strict:
                 raise
@@ -278,6 +288,20 @@ class RunnerWindows:
             query_lens=num_scheduled[table_rows].astype(np.int64),
             num_drafts=np.array([count for _, _, count in verifying], np.int64),
         )
+
+    def _newcomers(self, scheduler_output: Any) -> np.ndarray[Any, Any] | None:  # noqa: ANN401
+        """Batch rows of requests whose first pages are somebody else's.
+
+        vLLM publishes a page when it schedules the row that fills it, so such a page may be filled
+        in this very step, and by a bonus token that is staged.
+        """
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        new = scheduler_output.scheduled_new_reqs
+        if not new and not resumed:
+            return None
+        names = [request.req_id for request in new if request.num_computed_tokens]
+        index = self._runner.input_batch.req_id_to_index
+        return np.array([index[name] for name in (*names, *resumed)], np.int64)
 
     def _release(self, scheduler_output: Any) -> None:  # noqa: ANN401
         overlay = self.overlay

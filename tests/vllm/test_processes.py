@@ -103,6 +103,17 @@ def test_a_killed_worker(
     reconcile(run["metrics"])
 
 
+def test_violations_cross_the_processes(model: str, prompt_file: Path, scripts: str) -> None:
+    """The control group: rejected rows that vLLM writes through are counted on /metrics."""
+    environ = {"NWOR_MODE": "immediate", "NWOR_AUDIT": "metadata", "SCRIPTED_DRAFTS": scripts}
+    metrics = generate(model, prompt_file, VLLM_PLUGINS="nwor", **environ)["metrics"]
+    rejected = (
+        metrics["vllm:spec_decode_num_draft_tokens_total"]
+        - metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    )
+    assert metrics["nwor:audit_violations_total"] == rejected > 0
+
+
 # -- vllm serve ------------------------------------------------------------------------------------
 
 
@@ -210,7 +221,9 @@ class Server:
 
 @pytest.fixture
 def server(model: str, scripts: str, tmp_path: Path) -> Iterator[Server]:
-    running = Server(model, tmp_path / "log", SCRIPTED_DRAFTS=scripts, VLLM_PLUGINS="nwor")
+    running = Server(
+        model, tmp_path / "log", SCRIPTED_DRAFTS=scripts, VLLM_PLUGINS="nwor", NWOR_AUDIT="metadata"
+    )
     try:
         running.wait()
         yield running
@@ -229,6 +242,8 @@ def test_d18_server_with_concurrent_streams(server: Server, plain: list[list[int
         metrics["nwor:bytes_written_total"] == metrics["nwor:rows_written_total"] * 2 * 2 * 32 * 4
     )
     assert metrics["nwor:staging_pages"] == 16
+    assert metrics["nwor:audit_rows_checked_total"] > 1000
+    assert "nwor:audit_violations_total" not in metrics
     log = server.log.read_text()
     assert len(re.findall("nwor: drafted rows are staged on 16 of 160", log)) == 1
     assert re.search(r"NWOR metrics: Windows: \d+, Staged: \d+ drafts", log)

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from nwor import __version__
-from nwor.cli import doctor, generate
+from nwor.cli import audit, doctor, generate
 from nwor.errors import InputError, NworError
 
-COMMANDS = (generate, doctor)
+COMMANDS = (generate, audit, doctor)
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 

@@ -165,7 +165,7 @@ def _model(args: argparse.Namespace) -> Iterator[Check]:
         speculative_config=json.loads(args.speculative_config),
         **optional,
     ).create_engine_config()
-    refusals = list(config_refusals(config))
+    refusals = list(config_refusals(config, read_settings().connectors))
     if not refusals:
         yield Check(f"model {args.model}", good=True, found="its configuration is served")
     for refusal in refusals:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from nwor.errors import LayoutError
 from nwor.vllm import seams
+from nwor.vllm.audit_bytes import ByteAudit
 from nwor.vllm.audit_rows import OWNER, STEP, Findings, Ints, Kind, RowNames, Violation
 from nwor.vllm.geometry import CacheGroup, cache_groups
 from nwor.vllm.settings import AuditLevel
@@ -35,6 +36,8 @@ ATTRIBUTE = "nwor_audit"
 
 REJECTED = -1
 INTEGRITY_STEPS = 64
+EVERYTHING = 2**40
+"""A window longer than any request."""
 
 
 @dataclass(slots=True)
@@ -49,7 +52,7 @@ class _Step:
     first: Ints
     of_row: Ints
     position: Ints
-    written: list[Ints] = field(default_factory=list)
+    written: Ints
     sampled: bool = False
 
 
@@ -85,7 +88,7 @@ class RunnerAudit:
         self._groups = groups
         self._tables = [group.overlay.table.numpy() for group in groups]
         self._slots = [group.overlay.slots.numpy() for group in groups]
-        self._windows = [_window(runner, group) for group in groups]
+        self._windows = np.array([_window(runner, group) for group in groups], np.int64)
         self.names = RowNames(runner.kv_cache_config.num_blocks, self.page_size)
         number, length = runner.max_num_reqs, runner.max_model_len + 1
         self._index: dict[str, int] = {}
@@ -93,7 +96,7 @@ class RunnerAudit:
         self._owner = np.zeros((len(groups), number, length), np.int32)
         self._written = np.zeros((len(groups), number, length), np.int32)
         self._known = np.zeros(number, np.int64)
-        columns = max(table.shape[1] for table in self._tables)
+        columns = self._tables[0].shape[1]
         shape = (len(groups), number, columns)
         self._pages = np.zeros(shape, np.int64)
         self._seen_page = np.full(shape, -1, np.int64)
@@ -103,12 +106,9 @@ class RunnerAudit:
         self._step: _Step | None = None
         self._output: Any = None
         self._moved: list[tuple[Ints, Ints]] = []
-        self._bytes = None
-        if level is AuditLevel.BYTES:
-            from nwor.vllm.audit_bytes import ByteAudit  # noqa: PLC0415 - this level only
-
-            self._bytes = ByteAudit(groups, first_staging)
         self._reported = Findings()
+        self._bytes: ByteAudit | None = None
+        self.watch(level)
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -152,8 +152,18 @@ class RunnerAudit:
         if self._step is not None:
             self._step.sampled = True
 
+    def watch(self, level: AuditLevel) -> None:
+        """Change the level and start a new report. No request may be running."""
+        self.level = level
+        self._bytes = None
+        if level is AuditLevel.BYTES:
+            self._bytes = ByteAudit(self._groups, self.first_staging)
+        self.reset()
+
     def reset(self) -> None:
         """Start a new report; at the byte level, with fresh pages. No request may be running."""
+        for request in list(self._index):
+            self._drop(request)
         self.findings = Findings()
         self._reported = Findings()
         if self._bytes is not None:
@@ -163,8 +173,11 @@ class RunnerAudit:
 
     def begin(self, scheduler_output: Any) -> None:  # noqa: ANN401 - SchedulerOutput
         """Forget requests that are gone; remember what is scheduled."""
-        self._step, self._moved = None, []
-        self._output = scheduler_output if scheduler_output.num_scheduled_tokens else None
+        self._step, self._moved, self._output = None, [], None
+        if self.level is AuditLevel.OFF:
+            return
+        if scheduler_output.num_scheduled_tokens:
+            self._output = scheduler_output
         for gone in (
             scheduler_output.finished_req_ids,
             scheduler_output.preempted_req_ids or (),
@@ -186,19 +199,18 @@ class RunnerAudit:
         names[:, STEP] = findings.steps
         depth = np.arange(len(step.position)) - step.first[step.of_row]
         certain = depth < (step.scheduled - step.drafts)[step.of_row]
-        for group in range(len(self._groups)):
-            self._check_writes(step, group)
-        for group in range(len(self._groups)):
-            slots = np.maximum(self._slots[group][: len(step.position)], 0)
-            step.written.append(slots)
-            self.names.write(slots, names)
-            self.names.accepted[slots[certain]] = True
+        step.written = np.stack([slots[: len(step.position)] for slots in self._slots])
+        self._check_writes(step)
+        flat = np.maximum(step.written, 0)
+        self.names.write(flat, names)
+        self.names.accepted[flat[:, certain]] = True
         self._adopt(step)
-        for group in range(len(self._groups)):
-            self._check_reads(step, group)
+        self._check_reads(step)
 
     def on_move(self, source: Ints, target: Ints) -> None:
         """Follow a copy of rows between staging and durable pages."""
+        if self.level is AuditLevel.OFF:
+            return
         self.names.copy(source, target)
         home = target < self.first_staging * self.page_size
         if not home.any():
@@ -223,11 +235,9 @@ class RunnerAudit:
         self.findings.rejected += int((step.scheduled - kept).sum())
         self.findings.tokens += int(tokens.sum())
         self._known[step.index] = step.computed + kept
-        wanted = []
-        for group in range(len(self._groups)):
-            wanted.append(self._check_durable(step, group, good))
-            self._note_pages(step, group)
-        kept_slots = np.concatenate([slots[good] for slots in wanted])
+        wanted = self._check_durable(step, good)
+        self._note_pages(step)
+        kept_slots = wanted[:, good].ravel()
         self._check_moves(kept_slots)
         index, position = step.index[step.of_row][good], step.position[good]
         self._owner[:, index, position] = self._serial[index]
@@ -252,6 +262,7 @@ class RunnerAudit:
             first,
             of_row,
             np.arange(len(of_row)) - first[of_row] + computed[of_row],
+            np.empty((0, 0), np.int64),
         )
 
     # -- checks ----------------------------------------------------------------------------------
@@ -283,38 +294,38 @@ class RunnerAudit:
                 self._owner[group, index, start:until] = found[:, OWNER]
                 self._written[group, index, start:until] = found[:, STEP]
             self._known[index] = until
+            self.findings.adopted += until
 
     def _first_read(self, group: int, computed: int) -> int:
-        window = self._windows[group]
-        return 0 if window is None else max(0, computed + 1 - window)
+        return max(0, computed + 1 - int(self._windows[group]))
 
-    def _check_reads(self, step: _Step, group: int) -> None:
+    def _check_reads(self, step: _Step) -> None:
         """Look at the pages that changed, or are new to a request, since they were looked at."""
-        size, table = self.page_size, self._tables[group]
+        size = self.page_size
         last = step.computed // size
         columns = int(last.max()) + 1
-        pages = table[: len(step.index), :columns].astype(np.int64)
-        seen_page = self._seen_page[group, step.index, :columns]
+        number = len(step.index)
+        pages = np.stack([table[:number, :columns] for table in self._tables]).astype(np.int64)
         version = self.names.version[pages]
-        window = self._windows[group]
-        start = np.zeros_like(step.computed)
-        if window is not None:
-            start = np.maximum(0, step.computed + 1 - window)
+        start = np.maximum(0, step.computed + 1 - self._windows[:, None])
         column = np.arange(columns)
-        used = (column >= (start // size)[:, None]) & (column <= last[:, None])
-        dirty = (pages != seen_page) | (version != self._seen_version[group, step.index, :columns])
-        rows, cols = np.nonzero(dirty & used)
-        self._seen_page[group, step.index, :columns] = pages
-        self._seen_version[group, step.index, :columns] = version
-        low = np.maximum(cols * size, start[rows])
+        used = (column >= (start // size)[..., None]) & (column <= last[:, None])
+        seen_page, seen_version = (
+            seen[:, step.index, :columns] for seen in (self._seen_page, self._seen_version)
+        )
+        dirty = ((pages != seen_page) | (version != seen_version)) & used
+        self._seen_page[:, step.index, :columns] = pages
+        self._seen_version[:, step.index, :columns] = version
+        groups, rows, cols = np.nonzero(dirty)
+        low = np.maximum(cols * size, start[groups, rows])
         counts = np.maximum(np.minimum((cols + 1) * size, step.computed[rows]) - low, 0)
         total = int(counts.sum())
         if not total:
             return
         which = np.repeat(np.arange(len(rows)), counts)
-        position = np.arange(total) - (np.cumsum(counts) - counts)[which] + low[which]
-        index = step.index[rows[which]]
-        slots = pages[rows, cols][which] * size + position % size
+        position = np.arange(total) - (np.cumsum(counts) - counts - low)[which]
+        index, group = step.index[rows][which], groups[which]
+        slots = (pages[groups, rows, cols] * size)[which] + position % size
         found = self.names.rows[slots]
         wrong = (
             (found[:, OWNER] != self._owner[group, index, position])
@@ -324,48 +335,54 @@ class RunnerAudit:
         self.findings.rows_checked += total
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            request = step.requests[rows[which[at]]]
-            self.report_rows(Kind.WRONG_READ, request, group, position, slots, wrong)
+            self.report(
+                Kind.WRONG_READ,
+                int(wrong.sum()),
+                request=step.requests[rows[which[at]]],
+                group=int(group[at]),
+                position=int(position[at]),
+                slot=int(slots[at]),
+            )
 
-    def _check_writes(self, step: _Step, group: int) -> None:
-        size, table = self.page_size, self._tables[group]
-        slots = self._slots[group][: len(step.position)]
-        named = table[step.of_row, step.position // size].astype(np.int64)
-        named = named * size + step.position % size
-        names, durable = self.names, slots < self.first_staging * size
-        self.findings.rows_checked += len(slots)
-        self.offend(step, Kind.NULL_WRITE, group, slots, slots < size)
-        self.offend(step, Kind.DISAGREE, group, slots, slots != named)
+    def _check_writes(self, step: _Step) -> None:
+        size, slots, names = self.page_size, step.written, self.names
+        column = step.position // size
+        named = np.stack([table[step.of_row, column] for table in self._tables]).astype(np.int64)
+        self.findings.rows_checked += slots.size
+        self.offend(step, Kind.NULL_WRITE, slots, slots < size)
+        self.offend(step, Kind.DISAGREE, slots, slots != named * size + step.position % size)
         slots = np.maximum(slots, 0)
-        if len(np.unique(slots)) != len(slots):
+        ordered = np.sort(slots, axis=None)
+        if (ordered[1:] == ordered[:-1]).any():
             _, inverse, count = np.unique(slots, return_inverse=True, return_counts=True)
-            self.offend(step, Kind.DOUBLE_WRITE, group, slots, count[inverse] > 1)
+            self.offend(step, Kind.DOUBLE_WRITE, slots, count[inverse].reshape(slots.shape) > 1)
         index, page = step.index[step.of_row], slots // size
-        mine = self._pages[group, index, step.position // size] == page
-        self.offend(step, Kind.SHARED_WRITE, group, slots, durable & (names.users[page] > mine))
+        durable = slots < self.first_staging * size
+        mine = self._pages[:, index, column] == page
+        self.offend(step, Kind.SHARED_WRITE, slots, durable & (names.users[page] > mine))
         over = durable & mine & names.accepted[slots] & (step.position < self._known[index])
-        self.offend(step, Kind.OVERWRITTEN, group, slots, over)
+        self.offend(step, Kind.OVERWRITTEN, slots, over)
 
-    def _check_durable(self, step: _Step, group: int, good: NDArray[np.bool_]) -> Ints:
+    def _check_durable(self, step: _Step, good: NDArray[np.bool_]) -> Ints:
         """Compare the names in the durable pages with acceptance; return the durable slots."""
-        size, table = self.page_size, self._tables[group]
-        pages = table[step.of_row, step.position // size].astype(np.int64)
+        size, names = self.page_size, self.names
+        column, rows = step.position // size, len(step.position)
+        pages = np.stack([table[step.of_row, column] for table in self._tables]).astype(np.int64)
         slots: Ints = pages * size + step.position % size
-        staging = (pages >= self.first_staging) | (
-            self._slots[group][: len(slots)] >= self.first_staging * size
-        )
-        self.offend(step, Kind.NOT_RESTORED, group, slots, staging)
-        found = self.names.rows[slots]
+        mapping = np.stack([slots[:rows] for slots in self._slots])
+        staging = (pages >= self.first_staging) | (mapping >= self.first_staging * size)
+        self.offend(step, Kind.NOT_RESTORED, slots, staging)
+        found = names.rows[slots]
         here = (
-            (found[:, OWNER] == self._serial[step.index[step.of_row]])
-            & (found[:, 1] == step.position)
-            & (found[:, STEP] == self.findings.steps)
+            (found[..., OWNER] == self._serial[step.index[step.of_row]])
+            & (found[..., 1] == step.position)
+            & (found[..., STEP] == self.findings.steps)
         )
-        self.findings.rows_checked += len(slots)
-        self.offend(step, Kind.ROW_LOST, group, slots, good & ~here)
-        self.offend(step, Kind.REJECTED_IN_DURABLE, group, slots, ~good & here & ~staging)
-        self.names.accepted[slots[good & here]] = True
-        self.names.accepted[step.written[group][good]] = True
+        self.findings.rows_checked += slots.size
+        self.offend(step, Kind.ROW_LOST, slots, good & ~here)
+        self.offend(step, Kind.REJECTED_IN_DURABLE, slots, ~good & here & ~staging)
+        names.accepted[slots[good & here]] = True
+        names.accepted[step.written[:, good]] = True
         return slots
 
     def _check_moves(self, wanted: Ints) -> None:
@@ -406,36 +423,38 @@ class RunnerAudit:
         self._known[index] = 0
         self._free.append(index)
 
-    def _note_pages(self, step: _Step, group: int) -> None:
+    def _note_pages(self, step: _Step) -> None:
         """Count who uses which page; those a sliding window has left are the scheduler's again."""
-        columns = int((step.computed + step.scheduled).max() - 1) // self.page_size + 1
-        pages = self._tables[group][: len(step.index), :columns].astype(np.int64)
-        past = (
-            np.arange(columns) > ((step.computed + step.scheduled - 1) // self.page_size)[:, None]
-        )
-        pages[past] = 0
-        window = self._windows[group]
-        if window is not None:
-            start = np.maximum(0, self._known[step.index] + 1 - window) // self.page_size
-            pages[np.arange(columns) < start[:, None]] = 0
-        old = self._pages[group, step.index, :columns]
-        if not (changed := old != pages).any():
+        size, number = self.page_size, len(step.index)
+        last = (step.computed + step.scheduled - 1) // size
+        columns = int(last.max()) + 1
+        pages = np.stack([table[:number, :columns] for table in self._tables]).astype(np.int64)
+        start = np.maximum(0, self._known[step.index] + 1 - self._windows[:, None]) // size
+        column = np.arange(columns)
+        pages[(column > last[:, None]) | (column < start[..., None])] = 0
+        old = self._pages[:, step.index, :columns]
+        changed = old != pages
+        if not changed.any():
             return
         np.subtract.at(self.names.users, old[changed], 1)
         np.add.at(self.names.users, pages[changed], 1)
-        self._pages[group, step.index, :columns] = pages
+        self._pages[:, step.index, :columns] = pages
         self.names.users[0] = 0
 
     # -- reports ---------------------------------------------------------------------------------
 
-    def offend(
-        self, step: _Step, kind: Kind, group: int, slots: Ints, wrong: NDArray[np.bool_]
-    ) -> None:
-        """Report the wrong ones among the step's rows."""
+    def offend(self, step: _Step, kind: Kind, slots: Ints, wrong: NDArray[np.bool_]) -> None:
+        """Report the wrong ones among the step's rows, ``[groups, rows]``."""
         if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            request = step.requests[step.of_row[at]]
-            self.report_rows(kind, request, group, step.position, slots, wrong)
+            group, row = np.argwhere(wrong)[0]
+            self.report(
+                kind,
+                int(wrong.sum()),
+                request=step.requests[step.of_row[row]],
+                group=int(group),
+                position=int(step.position[row]),
+                slot=int(slots[group, row]),
+            )
 
     def report_rows(
         self,
@@ -494,7 +513,7 @@ def attach(runner: Any, level: AuditLevel, first_staging: int) -> None:  # noqa:
     logger.info("nwor audit: watching, level %s", level.value)
 
 
-def _window(runner: Any, group: CacheGroup) -> int | None:  # noqa: ANN401 - GPUModelRunner
+def _window(runner: Any, group: CacheGroup) -> int:  # noqa: ANN401 - GPUModelRunner
+    """Positions that attention of a group looks back, itself included."""
     spec = runner.kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
-    window: int | None = getattr(spec, "sliding_window", None)
-    return window
+    return int(getattr(spec, "sliding_window", None) or EVERYTHING)

@@ -48,13 +48,13 @@ class ByteAudit:
         self._before = {name: self._snapshot(rows) for name, rows in self._stores.items()}
 
     def check(
-        self, audit: RunnerAudit, slots: list[Ints], kept: Ints, moved: list[tuple[Ints, Ints]]
+        self, audit: RunnerAudit, slots: Ints, kept: Ints, moved: list[tuple[Ints, Ints]]
     ) -> None:
         """Compare with the last step.
 
         Args:
             audit: takes the findings.
-            slots: durable slots of the step's rows, by group.
+            slots: durable slots of the step's rows, ``[groups, rows]``.
             kept: those of the rows that were accepted, of all groups.
             moved: staging and durable slots of the rows that went home.
         """

@@ -106,7 +106,10 @@ class Findings:
         first: the first of each kind.
         rows_checked: rows whose name was compared.
         steps: steps seen.
+        tokens: tokens sampled.
+        drafts: drafts verified.
         rejected: rejected drafts seen; without any, a clean result proves nothing.
+        adopted: rows of cached prefixes taken over by other requests.
     """
 
     def __init__(self) -> None:
@@ -117,6 +120,7 @@ class Findings:
         self.tokens = 0
         self.drafts = 0
         self.rejected = 0
+        self.adopted = 0
 
     def add(self, violation: Violation, count: int = 1) -> bool:
         """Count; say whether it is the first of its kind."""

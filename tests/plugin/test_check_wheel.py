@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nwor.errors import InputError
-from nwor.vllm.check_wheel import WheelSource, check_wheel, main
+from nwor.vllm.check_wheel import WheelSource, check_wheel, main, more
 from nwor.vllm.seams import SEAMS, V2_SEAMS, Seam
 
 SOURCES = {
@@ -67,6 +67,11 @@ def test_a_wheel_without_the_symbols_fails_and_says_which(
     assert set(result["seams"]) == {seam.path for seam in (*SEAMS, *V2_SEAMS)}
     assert all(result["seams"].values())
     assert "0 of" in capsys.readouterr().out
+
+
+def test_what_a_function_takes_beyond_the_ledger_is_named(source: WheelSource) -> None:
+    assert more(source, Seam("vllm.a", "C.f", ("x",), "test")) == " (also takes y, z)"
+    assert more(source, Seam("vllm.a", "renamed", ("p",), "test")) == ""
 
 
 def test_something_else_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     python -m nwor.vllm.check_wheel --wheel vllm-0.33.0-….whl [--json OUT]
 
-Nothing of the wheel is imported or executed: symbols and parameters are found by parsing. A symbol
+A function may take more than the ledger names; the table says what, and whoever adds a release to
+`seams.CHECKED_VERSIONS` reads our wrapper for it. Nothing of the wheel is imported or executed: symbols and parameters are found by parsing. A symbol
 that passes is *there with these parameters*, not known to behave; `seams.CHECKED_VERSIONS` lists the
 releases that nwor's tests ran on. Exit code 0: all as the ledger says, 1: some are not.
 """
@@ -69,13 +70,28 @@ def check_wheel(source: WheelSource, seams: Iterable[Seam]) -> dict[str, str]:
 
 
 def _check(source: WheelSource, seam: Seam) -> None:
+    names = parameters_of(source, seam)
+    if tuple(names[: len(seam.parameters)]) != seam.parameters:
+        raise SeamError(f"{seam.path} takes {names}, expected {list(seam.parameters)} first")
+
+
+def parameters_of(source: WheelSource, seam: Seam) -> list[str]:
+    """Return the parameters of a seam's function, without ``self``.
+
+    Raises:
+        SeamError: there is no such function.
+    """
     found = _find(source, seam.module, seam.name.split("."))
     if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
         raise SeamError(f"{seam.path} is not a function")
     arguments = [*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs]
-    names = [argument.arg for argument in arguments if argument.arg != "self"]
-    if tuple(names[: len(seam.parameters)]) != seam.parameters:
-        raise SeamError(f"{seam.path} takes {names}, expected {list(seam.parameters)} first")
+    return [argument.arg for argument in arguments if argument.arg != "self"]
+
+
+def more(source: WheelSource, seam: Seam) -> str:
+    """Name what a function takes beyond the ledger: a wrapper of ours must pass it on."""
+    rest = parameters_of(source, seam)[len(seam.parameters) :]
+    return f" (also takes {', '.join(rest)})" if rest else ""
 
 
 def _find(source: WheelSource, module: str, path: Sequence[str]) -> Symbol:
@@ -119,7 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seams = (*SEAMS, *V2_SEAMS)
     wrong = check_wheel(source, seams)
     for seam in seams:
-        sys.stdout.write(f"{'differs' if seam.path in wrong else 'same':8}{seam.path}\n")
+        verdict = "differs" if seam.path in wrong else "same"
+        sys.stdout.write(
+            f"{verdict:8}{seam.path}{'' if seam.path in wrong else more(source, seam)}\n"
+        )
     for message in wrong.values():
         sys.stdout.write(f"  {message}\n")
     sys.stdout.write(f"vLLM {source.version()}: {len(seams) - len(wrong)} of {len(seams)} same\n")

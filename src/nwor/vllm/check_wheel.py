@@ -3,9 +3,9 @@
     python -m nwor.vllm.check_wheel --wheel vllm-0.33.0-….whl [--json OUT]
 
 A function may take more than the ledger names; the table says what, and whoever adds a release to
-`seams.CHECKED_VERSIONS` reads our wrapper for it. Nothing of the wheel is imported or executed: symbols and parameters are found by parsing. A symbol
-that passes is *there with these parameters*, not known to behave; `seams.CHECKED_VERSIONS` lists the
-releases that nwor's tests ran on. Exit code 0: all as the ledger says, 1: some are not.
+`seams.CHECKED_VERSIONS` reads our wrapper for it. Nothing of the wheel is imported or executed. A
+symbol that passes is *there with these parameters*, not known to behave; `CHECKED_VERSIONS` lists
+the releases that nwor's tests ran on. Exit code 0: all as the ledger says, 1: some are not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""What `nwor audit` concludes from findings, and what it refuses; no engine needed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nwor.cli import audit, main
+from nwor.vllm.audit_rows import Findings, Kind, Violation
+from nwor.vllm.audit_run import Report, VllmAudit, verdicts
+from nwor.vllm.settings import AuditLevel
+
+
+def findings(**counts: int) -> Findings:
+    found = Findings()
+    for name, count in counts.items():
+        setattr(found, name, count)
+    return found
+
+
+def busy() -> Findings:
+    return findings(steps=9, rows_checked=100, drafts=20, rejected=5, adopted=3, tokens=20)
+
+
+def held(reports: list[Report], level: AuditLevel) -> dict[str, bool | None]:
+    return {verdict.invariant: verdict.held for verdict in verdicts(reports, level)}
+
+
+def test_everything_put_to_the_test_and_held() -> None:
+    report = Report("code", busy(), control=busy(), same_tokens=True)
+    assert held([report], AuditLevel.BYTES) == dict.fromkeys(
+        ("I1", "I2", "I3", "I4", "I5", "I6"), True
+    )
+
+
+def test_what_did_not_happen_is_not_proven() -> None:
+    quiet = findings(steps=9, rows_checked=100, drafts=20, rejected=0, adopted=0)
+    judged = held([Report("code", quiet)], AuditLevel.METADATA)
+    assert judged == {"I1": None, "I2": None, "I3": None, "I4": True, "I5": None, "I6": True}
+
+
+def test_nothing_ran() -> None:
+    assert not any(held([], AuditLevel.BYTES).values())
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_any_violation_breaks_its_invariant_and_names_the_place(kind: Kind) -> None:
+    broken = busy()
+    broken.add(Violation(kind, 7, request="r", group=1, position=33, slot=161), 4)
+    good = Report("repetitive", busy(), control=busy(), same_tokens=True)
+    judged = verdicts(
+        [good, Report("code", broken, control=busy(), same_tokens=True)], AuditLevel.BYTES
+    )
+    assert {v.invariant for v in judged if v.held is False} == {kind.invariant}
+    text = next(v.text for v in judged if v.held is False)
+    assert text.startswith("code: ")
+    for part in (kind.value, "step 7", "request r", "group 1", "position 33", "slot 161"):
+        assert part in text
+
+
+def test_other_answers_than_stock_break_identity() -> None:
+    report = Report("code", busy(), control=busy(), same_tokens=False)
+    assert held([report], AuditLevel.BYTES)["I5"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--workload", "unheard"], "unheard"),
+        (["--num-draft-tokens", "0"], "num-draft-tokens is 0"),
+        (["--num-draft-tokens", "128"], "1 to 127"),
+    ],
+)
+def test_bad_input(options: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--model", "anything", *options]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["audit", "--model", "anything"]) == 2
+    assert "nwor[vllm]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reports", "code"),
+    [
+        ([Report("code", busy(), busy(), same_tokens=True)], 0),
+        ([Report("code", busy(), busy(), same_tokens=False)], audit.BROKEN),
+        ([Report("code", busy())], audit.INCOMPLETE),
+    ],
+)
+def test_exit_code_table_and_json(
+    reports: list[Report],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(VllmAudit, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(VllmAudit, "run", lambda *_, **__: reports[0])
+    out = tmp_path / "audit.json"
+    command = ["audit", "--model", "x/gemma", "--level", "bytes", "--workload", "code"]
+    assert main([*command, "--json", str(out)]) == code
+    shown, progress = capsys.readouterr()
+    assert "workload 1 of 1: code" in progress
+    assert shown.count("\nI") == 6
+    found = json.loads(out.read_text())
+    assert found["model"] == "gemma"
+    assert [v["invariant"] for v in found["verdicts"]] == ["I1", "I2", "I3", "I4", "I5", "I6"]
+    assert found["workloads"][0]["staged"]["rejected"] == 5

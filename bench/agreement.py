@@ -71,4 +71,5 @@ def _in_two(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the last row's logits, its last rows computed like a verify step."""
     first = model(ids[:, :-SPLIT_ROWS], use_cache=True)
     last = model(ids[:, -SPLIT_ROWS:], past_key_values=first.past_key_values, use_cache=True)
-    return last.logits[0, -1].float()
+    logits: Tensor = last.logits
+    return logits[0, -1].float()

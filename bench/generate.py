@@ -233,7 +233,8 @@ def merged(path: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     mine = {(r.dtype, r.context, r.prompts) for r in rows}
     kept = [r for r in kept if (r["dtype"], r["context"], r["prompts"]) not in mine]
-    return kept + [asdict(r) for r in rows]
+    made = {key: environment()[key] for key in ("argv", "commit", "modified", "load_average")}
+    return kept + [asdict(r) | {"made": made} for r in rows]
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -220,6 +220,9 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         load(str(tmp_path))
     with pytest.raises(ModelLoadError, match="is a file"):
         load(str(tmp_path / "config.json"))
+    for missing in (str(tmp_path / "nope"), "./nope", "~/nope"):
+        with pytest.raises(ModelLoadError, match=r"no folder .*nope.* give the folder"):
+            load(missing)
     with pytest.raises(InputError, match="float8"):
         load(str(tmp_path), "float8")
 

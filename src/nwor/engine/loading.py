@@ -72,8 +72,8 @@ def _config(name: str) -> PreTrainedConfig:
     path = Path(name)
     if not path.exists() and (name.startswith((".", "~", os.sep)) or name.count("/") > 1):
         raise ModelLoadError(
-            f"there is no folder {name!r} (looked for {path.expanduser().resolve()}): give the folder that holds "
-            "config.json and the weights, or a model id such as 'org/name'"
+            f"there is no folder {name!r} (looked for {path.expanduser().resolve()}): give the folder "
+            "that holds config.json and the weights, or a model id such as 'org/name'"
         )
     if path.exists() and not path.is_dir():
         raise ModelLoadError(f"{name!r} is a file: give the directory of a model, or its id")

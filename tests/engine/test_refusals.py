@@ -197,7 +197,15 @@ class _Bad(Drafter):
 
 @pytest.mark.parametrize(
     "proposal",
-    [Proposal([[models.VOCAB]]), Proposal([[-1]]), Proposal([]), Proposal([[1], [1]])],
+    [
+        Proposal([[models.VOCAB]]),
+        Proposal([[-1]]),
+        Proposal([]),
+        Proposal([[1], [1]]),
+        Proposal([[1, 2]], [torch.ones(1, models.VOCAB)]),
+        Proposal([[1]], [torch.ones(1, models.VOCAB - 1)]),
+        Proposal([[1]], [torch.ones(models.VOCAB)]),
+    ],
 )
 def test_drafters_that_talk_nonsense(proposal: Proposal) -> None:
     with Engine(models.tiny("llama"), drafter=_Bad(proposal)) as engine:

@@ -67,7 +67,8 @@ def checked_proposal(
     """Cut the drafts of the drafter called `name` to `limits`.
 
     Raises:
-        InputError: drafts for another number of requests, or ids that the model does not know.
+        InputError: drafts for another number of requests, ids that the model does not know, or
+            distributions of another shape.
     """
     if len(proposal.tokens) != len(active) or len(proposal.probs) not in (0, len(active)):
         raise InputError(
@@ -79,5 +80,11 @@ def checked_proposal(
         if draft and (min(draft) < 0 or max(draft) >= vocab_size):
             raise InputError(
                 f"{name} drafted {draft} for request {request.index}; ids are 0…{vocab_size - 1}"
+            )
+    for request, draft, probs in zip(active, tokens, proposal.probs, strict=False):
+        if draft and (probs.shape[0] < len(draft) or probs.shape[1:] != (vocab_size,)):
+            raise InputError(
+                f"{name} gave distributions of shape {tuple(probs.shape)} for {len(draft)} drafts of "
+                f"request {request.index}; a row of {vocab_size} for each is needed"
             )
     return Proposal(tokens, proposal.probs)

@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := test,lint,numba,engine,demo
 
-.PHONY: help venv demo test test-vllm lint format bench clean
+.PHONY: help venv demo test test-vllm check-vllm lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,6 +44,10 @@ test-vllm: venv
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("vllm"))'; \
 	then $(BIN)/python -m pytest tests/vllm; \
 	else echo "==> skipped tests/vllm: vLLM is not installed"; fi
+
+# Does a vLLM that is not installed have the symbols nwor relies on? WHEEL=path of its wheel.
+check-vllm: venv
+	$(BIN)/python -m nwor.vllm.check_wheel --wheel "$(WHEEL)"
 
 lint: venv
 	$(BIN)/ruff format --check

@@ -162,6 +162,31 @@ SEAMS = (
     LOG,
 )
 
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+
+V2_SEAMS = tuple(
+    Seam(RUNNER_V2, f"GPUModelRunner.{name}", parameters, why, hot=True)
+    for name, parameters, why in (
+        (
+            "add_requests",
+            ("scheduler_output",),
+            "forget what an earlier owner of a state index had",
+        ),
+        ("prepare_attn", ("input_batch",), "begin: tables are gathered, metadata is not built yet"),
+        (
+            "sample",
+            ("hidden_states", "input_batch", "grammar_output"),
+            "commit: acceptance is on the device, the drafter has not run yet",
+        ),
+        (
+            "postprocess_sampled",
+            ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"),
+            "comes after the commit",
+        ),
+    )
+)
+"""Where windows of the V2 runner will begin and end. Checked by `check_wheel`; not wrapped yet."""
+
 
 def resolve(seam: Seam) -> Callable[..., Any]:
     """Return the symbol.

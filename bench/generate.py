@@ -4,13 +4,18 @@
 
 Decode tokens/s exclude the prefill and the first token; prefill is shown apart. Stock assisted
 generation takes one prompt at a time, so several prompts are run one after the other and their times
-added. Every variant's tokens are compared with stock plain greedy: in float32 they must be equal.
+added. Every variant's tokens are compared with stock plain greedy: in float32 they must be equal;
+for bfloat16 the first difference of each prompt is shown with its cause (bench/agreement.py).
+
+A whole run takes an hour on two cores. Cases can be run in parts: `--json` replaces the cases it ran
+and keeps the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import statistics
 import sys
 import time
@@ -27,6 +32,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from agreement import Difference, differences
 from common import environment, write_json
 from nwor.demo import weights
 from nwor.demo.prompts import ALL
@@ -61,6 +67,8 @@ class Row:
     acceptance_length: float
     identical: str
     cache_mib: float
+    rates: list[float]
+    differs: list[Difference]
 
 
 class _Clock(StoppingCriteria):
@@ -206,9 +214,27 @@ def measure(
                 runs[0].acceptance_length,
                 f"{same}/{len(ids)}",
                 runs[0].cache_bytes / 2**20,
+                rates,
+                differences(model, ids, reference, runs[0].tokens),
             )
         )
     return rows
+
+
+def in_pairs(row: Row, base: Row | None) -> float | None:
+    """Return the median of a variant's rate over another's, turn by turn; None without the other."""
+    if base is None:
+        return None
+    return statistics.median(a / b for a, b in zip(row.rates, base.rates, strict=True))
+
+
+def merged(path: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return what the file holds of other cases, and `rows`: a long benchmark runs in parts."""
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    mine = {(r.dtype, r.context, r.prompts) for r in rows}
+    kept = [r for r in kept if (r["dtype"], r["context"], r["prompts"]) not in mine]
+    made = {key: environment()[key] for key in ("argv", "commit", "modified", "load_average")}
+    return kept + [asdict(r) | {"made": made} for r in rows]
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -217,16 +243,20 @@ def show(rows: Sequence[Row]) -> None:
     print(f"\n{head.dtype}, {head.context} tokens of context, {head.prompts} prompt(s)")
     print(
         f"  {'variant':22s}{'prefill s':>10s}{'tokens/s':>10s}{'spread':>8s}"
-        f"{'vs lookup':>10s}{'accept':>8s}{'identical':>10s}{'cache MiB':>10s}"
+        f"{'vs lookup':>10s}{'vs imm.':>10s}{'accept':>8s}{'identical':>10s}{'cache MiB':>10s}"
     )
-    base = next((r.tokens_per_second for r in rows if r.variant == "stock lookup"), 0.0)
+    base = {r.variant: r for r in rows}
     for row in rows:
-        ratio = f"{row.tokens_per_second / base:.2f}x" if base else "-"
+        ratios = [in_pairs(row, base.get(name)) for name in ("stock lookup", "nwor immediate")]
+        lookup, immediate = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)
         print(
             f"  {row.variant:22s}{row.prefill_s:10.2f}{row.tokens_per_second:10.1f}"
-            f"{row.spread:8.0%}{ratio:>10s}{row.acceptance_length:8.2f}{row.identical:>10s}"
-            f"{row.cache_mib:10.1f}"
+            f"{row.spread:8.0%}{lookup:>10s}{immediate:>10s}{row.acceptance_length:8.2f}"
+            f"{row.identical:>10s}{row.cache_mib:10.1f}"
         )
+    for row in rows:
+        for difference in row.differs:
+            print(f"  {row.variant}: {difference}")
 
 
 def record(model: PreTrainedModel) -> dict[str, Any]:
@@ -268,7 +298,7 @@ def main() -> int:
                 show(case)
     print(f"\n{env}")
     if args.json:
-        write_json(args.json, {"rows": [asdict(r) for r in rows], "model": env["model"]})
+        write_json(args.json, {"rows": merged(args.json, rows), "model": env["model"]})
     wrong = [r for r in rows if r.dtype == "float32" and r.identical != f"{r.prompts}/{r.prompts}"]
     return 1 if wrong else 0
 

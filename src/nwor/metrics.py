@@ -46,7 +46,8 @@ class Metrics:
     """Totals since construction.
 
     Drafts: `staged`, `committed`, `rejected`, `cancelled`, `truncated`. Rows and bytes are summed
-    over layers. `flushed` are drafts that a fallback wrote through unverified.
+    over layers. `flushed` are drafts written through unverified, by a fallback or in mode
+    ``immediate``.
     """
 
     windows: int = 0
@@ -105,6 +106,14 @@ class Metrics:
             self.staged += drafts
             self.cancelled += drafts
             self.flushed += drafts if flushed else 0
+
+    def count_written_through(self, drafts: int, wrote: Written) -> None:
+        """Count a window of mode ``immediate``: nothing is staged, nothing is avoided."""
+        self.windows += 1
+        self.empty_windows += 1
+        self.flushed += drafts
+        self.rows_written += wrote.rows
+        self.bytes_written += wrote.bytes
 
     def _count_rows(self, staged: Written, wrote: Written) -> None:
         self.rows_staged += staged.rows

@@ -11,7 +11,7 @@ from nwor.engine import Loaded
 
 pytest.importorskip("matplotlib", reason="pip install 'nwor[demo]'")
 
-from nwor.demo.report import table, write_page
+from nwor.demo.report import tables, write_page
 
 
 def test_lanes_agree_and_are_shown(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -25,8 +25,14 @@ def test_lanes_agree_and_are_shown(tokenizer: PreTrainedTokenizerFast) -> None:
     assert [lane.name for lane in comparisons[1].lanes] == list(LANES)
     assert all(c.identical for c in comparisons)
     assert len(told) == 2 * len(LANES)
-    console = Console(width=250, record=True, quiet=True)
-    console.print(table(comparisons))
+    for width, parts in ((120, 1), (80, 2)):
+        console = Console(width=width, record=True, quiet=True)
+        shown = tables(comparisons, width)
+        assert len(shown) == parts
+        console.print(*shown)
+        text = console.export_text()
+        assert "…" not in text
+        assert all(lane.name in text for lane in comparisons[0].lanes)
     page = write_page(comparisons, "float32")
     assert page.count("<svg") == 3
     assert "abcabcabc<b>" in page

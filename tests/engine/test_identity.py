@@ -69,6 +69,18 @@ def test_any_window_and_batch(name: str, drafts: int, batch: int) -> None:
     assert out == list(expected.values())
 
 
+@pytest.mark.parametrize("name", sorted(models.CONFIGS.keys() - KINDS))
+@pytest.mark.parametrize("drafts", range(1, 9))
+def test_any_window(name: str, drafts: int) -> None:
+    """The other architectures, with each batch size in turn."""
+    expected = answers(name)
+    out, _ = run(
+        models.tiny(name), list(expected), Options(max_new_tokens=NEW, num_draft_tokens=drafts),
+        drafter=Oracle(expected, right=max(drafts - 2, 1)), max_batch=(1, 3, 8)[drafts % 3],
+    )  # fmt: skip
+    assert out == list(expected.values())
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_windows_longer_than_the_sliding_window(name: str) -> None:
     expected = answers(name)

@@ -197,7 +197,15 @@ class _Bad(Drafter):
 
 @pytest.mark.parametrize(
     "proposal",
-    [Proposal([[models.VOCAB]]), Proposal([[-1]]), Proposal([]), Proposal([[1], [1]])],
+    [
+        Proposal([[models.VOCAB]]),
+        Proposal([[-1]]),
+        Proposal([]),
+        Proposal([[1], [1]]),
+        Proposal([[1, 2]], [torch.ones(1, models.VOCAB)]),
+        Proposal([[1]], [torch.ones(1, models.VOCAB - 1)]),
+        Proposal([[1]], [torch.ones(models.VOCAB)]),
+    ],
 )
 def test_drafters_that_talk_nonsense(proposal: Proposal) -> None:
     with Engine(models.tiny("llama"), drafter=_Bad(proposal)) as engine:
@@ -220,6 +228,9 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         load(str(tmp_path))
     with pytest.raises(ModelLoadError, match="is a file"):
         load(str(tmp_path / "config.json"))
+    for missing in (str(tmp_path / "nope"), "./nope", "~/nope"):
+        with pytest.raises(ModelLoadError, match=r"no folder .*nope.* give the folder"):
+            load(missing)
     with pytest.raises(InputError, match="float8"):
         load(str(tmp_path), "float8")
 

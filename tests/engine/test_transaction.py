@@ -114,6 +114,23 @@ def test_staged_and_written_through_rows_are_equal_bit_for_bit(name: str) -> Non
             assert torch.equal(mine[both], theirs[both])
 
 
+def test_written_through_windows_count_their_drafts_and_save_nothing() -> None:
+    expected = answers("llama")
+    prompts = [list(p) for p in expected][:3]
+    totals = {}
+    for mode in ("immediate", "stage"):
+        _, engine = run(
+            models.tiny("llama"), prompts, Options(max_new_tokens=NEW, num_draft_tokens=4),
+            drafter=Oracle(expected), mode=mode,
+        )  # fmt: skip
+        totals[mode] = engine.metrics
+    immediate, stage = totals["immediate"], totals["stage"]
+    assert immediate.windows == immediate.empty_windows == stage.windows
+    assert immediate.flushed == stage.staged > 0
+    assert immediate.rows_written == stage.rows_staged
+    assert immediate.staged == immediate.rows_avoided == 0
+
+
 class _Explodes:
     """Fails in one layer of one verify step."""
 

@@ -14,7 +14,7 @@ from nwor.cli import BAD_INPUT, INTERRUPTED
 from nwor.demo import weights
 from nwor.demo.lanes import Comparison, compare
 from nwor.demo.prompts import ALL
-from nwor.demo.report import table, write_page
+from nwor.demo.report import tables, write_page
 from nwor.engine import Loaded, load
 from nwor.errors import InputError
 
@@ -59,7 +59,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
                     lambda lane: bar.update(task, advance=1, description=lane),
                 )
             )  # fmt: skip
-    console.print(table(comparisons))
+    for part in tables(comparisons, console.width):
+        console.print(part)
     args.page.write_text(write_page(comparisons, args.dtype), encoding="utf-8")
     console.print(f"Report with texts and plots: {args.page}")
     different = [c.name for c in comparisons if not c.identical]

@@ -18,6 +18,7 @@ _COLUMNS = (
     "prompt", "way", "same text", "tokens/s", "vs lookup", "tokens/step", "rows staged",
     "rows written", "rows avoided", "durable KiB", "staged KiB",
 )  # fmt: skip
+_FULL_WIDTH = 120
 _COLOURS = ("#9aa5b1", "#6b7a8f", "#d9a441", "#3b8f5a")
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:right}
@@ -26,14 +27,28 @@ pre{white-space:pre-wrap;background:#f5f5f2;padding:.8rem}pre b{font-weight:400;
 svg{max-width:100%;height:auto}"""
 
 
-def table(comparisons: Sequence[Comparison]) -> Table:
-    """Build the table for a terminal."""
-    shown = Table(title="rows count every layer; tokens/s include the prefill")
-    for index, column in enumerate(_COLUMNS):
-        shown.add_column(column, justify="left" if index < 3 else "right")
+def tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
+    """Build the table for a terminal of `width` columns: in two parts where one does not fit."""
+    everything = range(len(_COLUMNS))
+    if width >= _FULL_WIDTH:
+        return [
+            _table("rows count every layer; tokens/s include the prefill", comparisons, everything)
+        ]
+    return [
+        _table("speed; tokens/s include the prefill", comparisons, everything[:6]),
+        _table("rows, in every layer", comparisons, (0, 1, *everything[6:])),
+    ]
+
+
+def _table(title: str, comparisons: Sequence[Comparison], columns: Sequence[int]) -> Table:
+    shown = Table(title=title)
+    for column in columns:
+        shown.add_column(_COLUMNS[column], justify="left" if column < 3 else "right")
     for comparison in comparisons:
-        for lane in comparison.lanes:
-            shown.add_row(*_cells(comparison, lane), end_section=lane is comparison.lanes[-1])
+        lanes = [lane for lane in comparison.lanes if columns[-1] < 6 or lane.result is not None]
+        for lane in lanes:
+            cells = _cells(comparison, lane)
+            shown.add_row(*(cells[column] for column in columns), end_section=lane is lanes[-1])
     return shown
 
 

@@ -18,31 +18,24 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from nwor.cache import TransactionalCache
+from nwor.engine.checks import check_prompt, checked_proposal, checked_sizes
 from nwor.engine.drafters import Drafter, EngineSizes, NoDrafter, Proposal
-from nwor.engine.options import MAX_DRAFT_TOKENS, Options
+from nwor.engine.options import Options
 from nwor.engine.request import FinishReason, Request
 from nwor.engine.runner import Runner
-from nwor.engine.sampling import (
-    Verdict,
-    argmax,
-    probabilities,
-    verify_greedy,
-    verify_sampled,
-)
+from nwor.engine.sampling import Verdict
 from nwor.engine.sinks import Stage, WriteThrough, slots_of
 from nwor.engine.stats import EngineStats
 from nwor.engine.step import Segment, Sink
 from nwor.engine.stopping import Cut, Decoder, Stopper
+from nwor.engine.verify import accepted_drafts, first_tokens, kept_drafts, verify
 from nwor.errors import InputError, StateError
 from nwor.manager import Mode
 from nwor.metrics import Metrics, Written
 from nwor.window_rows import WindowRows
-
-_DEFAULT_LENGTH = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,7 @@ class Engine:
         poison: bool = False,
     ) -> None:
         self.mode = Mode.parse(mode)
-        length = _checked_sizes(model, max_batch, max_length, max_draft, prefill_chunk)
+        length = checked_sizes(model, max_batch, max_length, max_draft, prefill_chunk)
         self.max_length, self.max_draft = length, max_draft
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.stats, self.metrics = EngineStats(), Metrics()
@@ -182,22 +175,17 @@ class Engine:
                 f"{self.max_draft}"
             )
         for index, prompt in enumerate(prompts):
-            self._check_prompt(index, prompt, options.max_new_tokens)
+            check_prompt(
+                index,
+                prompt,
+                max_new_tokens=options.max_new_tokens,
+                max_length=self.max_length,
+                vocab_size=self.runner.vocab_size,
+            )
         return [
             Request(i, p, max_new_tokens=options.max_new_tokens, sampling=options.sampling)
             for i, p in enumerate(prompts)
         ]
-
-    def _check_prompt(self, index: int, prompt: Sequence[int], max_new_tokens: int) -> None:
-        if not len(prompt):
-            raise InputError(f"prompt {index} is empty: there is nothing to continue")
-        if len(prompt) + max_new_tokens > self.max_length:
-            raise InputError(
-                f"prompt {index} has {len(prompt)} tokens and may get {max_new_tokens} more; "
-                f"sequences may have {self.max_length}"
-            )
-        if min(prompt) < 0 or max(prompt) >= self.runner.vocab_size:
-            raise InputError(f"prompt {index} has ids outside 0…{self.runner.vocab_size - 1}")
 
     def _admit(self, waiting: deque[Request]) -> list[Request]:
         admitted: list[Request] = []
@@ -235,7 +223,7 @@ class Engine:
             logits = self.runner.forward(self.store, tokens, segments, sink, keep)
             for request, segment in zip(owners, segments, strict=True):
                 request.durable += segment.length
-            first = _first_tokens(logits, [owners[i] for i in done]) if done else []
+            first = first_tokens(logits, [owners[i] for i in done]) if done else []
             runs = [
                 self._emit(owners[i], [token], 0, stopper.cut(owners[i], [token]))
                 for i, token in zip(done, first, strict=True)
@@ -272,7 +260,7 @@ class Engine:
 
         def step(sink: Sink) -> tuple[list[Verdict], list[Cut]]:
             logits = self.runner.forward(self.store, tokens, segments, sink)
-            verdicts = _verify(logits, active, proposal)
+            verdicts = verify(logits, active, proposal)
             cuts = [
                 stopper.cut(r, [*d[: v.accepted], v.token])
                 for r, d, v in zip(active, drafts, verdicts, strict=True)
@@ -282,10 +270,10 @@ class Engine:
         verdicts, cuts = self._transact(segments, step)
         runs: list[TokenRun] = []
         for request, draft, verdict, cut in zip(active, drafts, verdicts, cuts, strict=True):
-            request.durable += _kept(verdict, cut) + 1
+            request.durable += kept_drafts(verdict, cut) + 1
             run = [*draft[: verdict.accepted], verdict.token][: cut.length]
             runs.append(self._emit(request, run, min(verdict.accepted, cut.length), cut))
-        kept = [_kept(v, c) for v, c in zip(verdicts, cuts, strict=True)]
+        kept = [kept_drafts(v, c) for v, c in zip(verdicts, cuts, strict=True)]
         self.stats.count_step([len(d) for d in drafts], kept, sum(c.length for c in cuts))
         self.stats.peak_durable_bytes = max(
             self.stats.peak_durable_bytes, self.store.durable_bytes([r.durable for r in active])
@@ -299,20 +287,13 @@ class Engine:
         if not any(limits):
             return Proposal([[] for _ in active])
         proposal = self.drafter.propose(active, limits)
-        name = type(self.drafter).__name__
-        if len(proposal.tokens) != len(active) or len(proposal.probs) not in (0, len(active)):
-            raise InputError(
-                f"{name} returned drafts for {len(proposal.tokens)} requests and distributions for "
-                f"{len(proposal.probs)}, of {len(active)}"
-            )
-        tokens = [list(d[:limit]) for d, limit in zip(proposal.tokens, limits, strict=True)]
-        for request, draft in zip(active, tokens, strict=True):
-            if draft and (min(draft) < 0 or max(draft) >= self.runner.vocab_size):
-                raise InputError(
-                    f"{name} drafted {draft} for request {request.index}; ids are "
-                    f"0…{self.runner.vocab_size - 1}"
-                )
-        return Proposal(tokens, proposal.probs)
+        return checked_proposal(
+            type(self.drafter).__name__,
+            proposal,
+            active,
+            limits=limits,
+            vocab_size=self.runner.vocab_size,
+        )
 
     def _transact(
         self,
@@ -324,16 +305,16 @@ class Engine:
             rows = WindowRows.step([s.length - 1 for s in segments])
             with self.cache.begin(rows, slots_of(self.store, segments)) as window:
                 verdicts, cuts = step(Stage(window))
-                kept, truncated = _accepted(verdicts, cuts)
+                kept, truncated = accepted_drafts(verdicts, cuts)
                 window.commit(kept, truncated=truncated)
             return verdicts, cuts
         wrote = Written()
-        verdicts, cuts = step(WriteThrough(self.store, segments, wrote))
-        if self.mode is Mode.IMMEDIATE:
-            self.metrics.windows += 1
-            self.metrics.rows_written += wrote.rows
-            self.metrics.bytes_written += wrote.bytes
-        return verdicts, cuts
+        try:
+            return step(WriteThrough(self.store, segments, wrote))
+        finally:  # what a failed step wrote stays written
+            if self.mode is Mode.IMMEDIATE:
+                drafts = sum(s.length - 1 for s in segments)
+                self.metrics.count_written_through(drafts, wrote)
 
     def _emit(self, request: Request, run: list[int], drafts: int, cut: Cut) -> TokenRun:
         request.append(run, drafts)
@@ -357,29 +338,6 @@ class Engine:
         self.close()
 
 
-def _checked_sizes(
-    model: PreTrainedModel,
-    max_batch: int,
-    max_length: int | None,
-    max_draft: int,
-    prefill_chunk: int,
-) -> int:
-    """Return the longest sequence, or say which size is out of range."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = min(_DEFAULT_LENGTH, context or _DEFAULT_LENGTH) if max_length is None else max_length
-    sizes = {"max_batch": max_batch, "max_length": length, "prefill_chunk": prefill_chunk}
-    for name, value in sizes.items():
-        if value < 1:
-            raise InputError(f"{name} must be at least 1, got {value}")
-    if not 0 <= max_draft <= MAX_DRAFT_TOKENS:
-        raise InputError(f"max_draft must be 0…{MAX_DRAFT_TOKENS}, got {max_draft}")
-    if context is not None and length > context:
-        raise InputError(
-            f"sequences of {length} tokens do not fit the model's context of {context}"
-        )
-    return length
-
-
 def _page(request: Request) -> int:
     assert request.page is not None, "a running request has a page"  # noqa: S101
     return request.page
@@ -393,38 +351,3 @@ def _ends(segments: Sequence[Segment]) -> list[int]:
         row += segment.length
         ends.append(row)
     return ends
-
-
-def _first_tokens(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    if all(r.sampling.greedy for r in requests):
-        chosen: list[int] = argmax(logits).tolist()
-        return chosen
-    return [v.token for v in _verify(logits, requests, Proposal([[] for _ in requests]))]
-
-
-def _verify(logits: Tensor, requests: Sequence[Request], proposal: Proposal) -> list[Verdict]:
-    """Verify each request's drafts against its rows of the logits."""
-    greedy = all(r.sampling.greedy for r in requests)
-    chosen: list[int] = argmax(logits).tolist() if greedy else []
-    verdicts: list[Verdict] = []
-    row = 0
-    for index, (request, drafts) in enumerate(zip(requests, proposal.tokens, strict=True)):
-        end = row + len(drafts) + 1
-        if greedy:
-            verdicts.append(verify_greedy(chosen[row:end], drafts))
-        else:
-            target = probabilities(logits[row:end], request.sampling)
-            proposed = proposal.probs[index] if proposal.probs else None
-            verdicts.append(verify_sampled(target, drafts, proposed, request.generator))
-        row = end
-    return verdicts
-
-
-def _kept(verdict: Verdict, cut: Cut) -> int:
-    """Drafts that become durable: accepted and emitted."""
-    return min(verdict.accepted, cut.length)
-
-
-def _accepted(verdicts: Sequence[Verdict], cuts: Sequence[Cut]) -> tuple[list[int], int]:
-    kept = [_kept(v, c) for v, c in zip(verdicts, cuts, strict=True)]
-    return kept, sum(v.accepted for v in verdicts) - sum(kept)

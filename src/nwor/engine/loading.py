@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -56,6 +57,8 @@ def load(name: str, dtype: str = "auto") -> Loaded:
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
+    if (path := Path(name).expanduser()).exists():
+        name = str(path)
     check_config(_config(name))
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -67,6 +70,11 @@ def load(name: str, dtype: str = "auto") -> Loaded:
 
 def _config(name: str) -> PreTrainedConfig:
     path = Path(name)
+    if not path.exists() and (name.startswith((".", "~", os.sep)) or name.count("/") > 1):
+        raise ModelLoadError(
+            f"there is no folder {name!r} (looked for {path.expanduser().resolve()}): give the folder "
+            "that holds config.json and the weights, or a model id such as 'org/name'"
+        )
     if path.exists() and not path.is_dir():
         raise ModelLoadError(f"{name!r} is a file: give the directory of a model, or its id")
     if path.is_dir():

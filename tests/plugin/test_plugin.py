@@ -15,6 +15,8 @@ import pytest
 
 from nwor.errors import InputError, ModeError
 from nwor.manager import Mode
+from nwor.metrics import FallbackReason
+from nwor.store.overlay import OverlayRefusal
 from nwor.vllm import plugin, seams, stats
 from nwor.vllm.eligibility import EngineRefusal, config_refusals, group_refusals
 from nwor.vllm.reservation import reserve
@@ -344,6 +346,13 @@ def test_the_reservation_is_bounded(
     assert (found.num_leases, found.num_pages) == (leases, 4 * leases)
     assert [r.reason for r in found.refusals] == ([] if leases else [EngineRefusal.NO_ROOM])
     assert cache.num_blocks == blocks
+
+
+def test_one_label_means_one_reason() -> None:
+    """Three enums are exported under one metric; a shared value would mix their counts."""
+    values = [str(r) for kind in (FallbackReason, OverlayRefusal, EngineRefusal) for r in kind]
+    assert len(values) == len(set(values))
+    assert all(value == value.lower() and value.isidentifier() for value in values)
 
 
 # -- counters on their way --------------------------------------------------------------------------

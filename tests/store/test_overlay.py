@@ -243,6 +243,90 @@ def test_commit_that_fails_for_good_undoes_the_edits_and_stages_no_more() -> Non
     assert engine.overlay.refused == {OverlayRefusal.OVERLAY_BROKEN: 1}
 
 
+def interrupt_moves(engine: ToyEngine, at: set[int]) -> None:
+    """A ctrl-C after half of the n-th row movement, for every n in `at`."""
+    calls = itertools.count()
+    for storage in engine.overlay._storages:
+
+        def move(
+            source: torch.Tensor,
+            target: torch.Tensor,
+            original: Callable[..., None] = storage.move,
+        ) -> None:
+            if next(calls) in at:
+                original(source[: len(source) // 2], target[: len(target) // 2])
+                raise KeyboardInterrupt
+            original(source, target)
+
+        object.__setattr__(storage, "move", move)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupted_commit_is_finished_before_the_interrupt_goes_on(at: int) -> None:
+    """Two storages, interrupted in the first or in the second: all rows home, edits undone."""
+    engine = ToyEngine([8, 8], share=False)
+    engine.add("a", [1, 2, 3])
+    drafts = {"a": [50, 51, 52]}
+    rows = engine.prepare(drafts)
+    before = engine.snapshot()
+    window = engine.overlay.begin(engine.verify_batch(drafts))
+    engine.forward(rows)
+    assert len(engine.overlay._storages) > 1
+    interrupt_moves(engine, {at})
+    with pytest.raises(KeyboardInterrupt):
+        window.commit([2])
+    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
+    engine.accept(drafts, {"a": 2}, rows)
+    engine.audit()
+    assert not window.is_open
+    assert not engine.overlay.broken
+    assert engine.overlay.metrics.committed == 2
+    step(engine, {"a": [60, 61]}, {"a": 1})
+
+
+def test_a_commit_interrupted_twice_restores_the_tables_and_stages_no_more() -> None:
+    engine = ToyEngine([8, 8], share=False)
+    engine.add("a", [1, 2, 3])
+    drafts = {"a": [50]}
+    rows = engine.prepare(drafts)
+    before = engine.snapshot()
+    window = engine.overlay.begin(engine.verify_batch(drafts))
+    engine.forward(rows)
+    interrupt_moves(engine, {1, 2})
+    with pytest.raises(KeyboardInterrupt):
+        window.commit([1])
+    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
+    assert not window.is_open
+    assert engine.overlay.broken
+    assert engine.overlay.begin(engine.verify_batch(drafts)).requests == ()
+
+
+@pytest.mark.parametrize("part", ["_fill_in", "_point", "_note"])
+def test_an_interrupted_begin_leaves_no_edit_and_no_lease(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    engine = ToyEngine([8, 8])
+    engine.add("a", [1, 2, 3])
+    drafts = {"a": [50, 51]}
+    engine.prepare(drafts)
+    before = engine.snapshot()
+    original = getattr(engine.overlay, part)
+
+    def interrupted(*args: object) -> None:
+        monkeypatch.setattr(engine.overlay, part, original)
+        original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.overlay, part, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.overlay.begin(engine.verify_batch(drafts))
+    assert engine.overlay.window is None
+    assert engine.overlay.pages.pages_in_use == 0
+    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
+    engine.audit()
+    step(engine, drafts, {"a": 1})
+
+
 def test_metrics_reconcile() -> None:
     engine = ToyEngine([8, 8], layers=3)
     for name in "ab":

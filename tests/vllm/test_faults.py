@@ -134,7 +134,7 @@ def test_a_step_that_cannot_be_staged_is_written_through(
     llm = engine(k=8)
     stock = llm.learn(TEXTS, greedy(40))
 
-    def refuse(batch: Any) -> None:
+    def refuse(batch: Any, newcomers: Any) -> None:
         raise SlotError("no such mapping")
 
     with monkeypatch.context() as patch:

@@ -147,13 +147,23 @@ class Overlay:
         plan = None
         if len(batch.requests):
             plan = plan_window(batch, leases, self.pages, self._buffers, self._loops)
-            self._fill_in(plan)
-            self._point(plan, plan.staging_pages, plan.staged)
-            self._note(plan, batch.computed)
-        self.window = OverlayWindow(self, batch, plan)
-        if plan is not None and newcomers is not None and len(newcomers):
-            self.window.shared = self._share(plan, newcomers)
-        return self.window
+        window = self.window = OverlayWindow(self, batch, plan)
+        if plan is not None:
+            try:
+                self._stage(window, plan, newcomers)
+            except BaseException:  # an interrupt too: half an edit must not outlive it
+                window._close()  # noqa: SLF001 - the window is a part of the overlay
+                for request in batch.requests:  # their staging pages may be half filled
+                    self.pages.release(request)
+                raise
+        return window
+
+    def _stage(self, window: OverlayWindow, plan: OverlayPlan, newcomers: Ints | None) -> None:
+        self._fill_in(plan)
+        self._point(plan, plan.staging_pages, plan.staged)
+        self._note(plan, window.batch.computed)
+        if newcomers is not None and len(newcomers):
+            self._share(plan, newcomers, window.shared)
 
     def rehearse(self) -> None:
         """Run one window before the engine starts, so that no step waits for a compiler.
@@ -244,9 +254,10 @@ class Overlay:
             slots,
         )
 
-    def _share(self, plan: OverlayPlan, newcomers: Ints) -> list[tuple[int, int, int, int]]:
-        """Show newcomers the staging pages; return group, row, column and old page of each edit."""
-        edits = []
+    def _share(
+        self, plan: OverlayPlan, newcomers: Ints, edits: list[tuple[int, int, int, int]]
+    ) -> None:
+        """Show newcomers the staging pages; add group, row, column and old page of each edit."""
         for group, table in enumerate(self._buffers.tables):
             staging = dict(
                 zip(plan.durable_pages[group].flat, plan.staging_pages[group].flat, strict=True)
@@ -257,7 +268,6 @@ class Overlay:
                 old = int(table[row, column])
                 edits.append((group, row, int(column), old))
                 table[row, column] = staging[old]
-        return edits
 
     def _note(self, plan: OverlayPlan, watermark: Ints) -> None:
         pages = self.pages
@@ -271,6 +281,29 @@ class Overlay:
             pages.durable,
             pages.filled,
         )
+
+    def _bring_home(self, plan: OverlayPlan, kept: Ints) -> BaseException | None:
+        """Move and note the accepted rows; return what interrupted it, once all are home.
+
+        An interrupt between two storages would leave accepted rows in one of them alone. Sources
+        are not written while a window is open, so all is done again. If that is interrupted too,
+        the overlay stays broken: nothing is staged on rows that may be half moved.
+
+        Raises:
+            CommitError: rows could not be moved.
+        """
+        try:
+            self._move_home(plan, kept)
+            self._note(plan, plan.batch.computed + kept)
+        except Exception:  # movers are repaired already; an observer's objection must stand
+            raise
+        except BaseException as interrupt:  # noqa: BLE001 - the window raises it when closed
+            self.broken = True
+            self._move_home(plan, kept)
+            self._note(plan, plan.batch.computed + kept)
+            self.broken = False
+            return interrupt
+        return None
 
     def _move_home(self, plan: OverlayPlan, kept: Ints) -> None:
         source, target = plan_home(plan, kept, self._loops)
@@ -349,6 +382,8 @@ class OverlayWindow:
             AcceptanceError: wrong length, negative, or more than there were drafts. Nothing has
                 been moved and the window is still open.
             CommitError: rows could not be moved; the edits are undone all the same.
+            KeyboardInterrupt: and whatever else interrupts a commit, after the rows are home, the
+                edits undone and the window counted.
         """
         self._require_open()
         counts = np.asarray(accepted, np.int64)
@@ -360,10 +395,10 @@ class OverlayWindow:
                 f"accepted {counts.tolist()} of {batch.num_drafts.tolist()} drafts"
             )
         kept = batch.query_lens - batch.num_drafts + counts
+        interrupt = None
         try:
             if plan is not None:
-                overlay._move_home(plan, kept)  # noqa: SLF001 - the window is a part of it
-                overlay._note(plan, batch.computed + kept)  # noqa: SLF001
+                interrupt = overlay._bring_home(plan, kept)  # noqa: SLF001 - a part of it
         finally:
             self._close()
         if plan is not None:
@@ -376,6 +411,8 @@ class OverlayWindow:
                 staged=self._written(plan.num_rows),
                 wrote=self._written(int(kept.sum())),
             )
+        if interrupt is not None:
+            raise interrupt
 
     def abort(self, reason: FallbackReason = FallbackReason.ABORTED) -> None:
         """Undo all edits; no row reaches a durable page.
@@ -400,11 +437,11 @@ class OverlayWindow:
 
     def _close(self) -> None:
         plan, overlay = self.plan, self._overlay
-        overlay.window = None
         if plan is not None:
             overlay._point(plan, plan.durable_pages, plan.durable)  # noqa: SLF001
         for group, row, column, page in self.shared:
             overlay.groups[group].table[row, column] = page
+        overlay.window = None  # last: an interrupted close is done again
 
     def _written(self, tokens: int) -> Written:
         groups = self._overlay.groups

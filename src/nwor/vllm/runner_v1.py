@@ -246,21 +246,21 @@ class RunnerWindows:
             sampled: vLLM's ``[batch rows, columns]``, -1 after each request's last token.
         """
         started = perf_counter()
-        window, self._window = self._window, None
+        window = self._window
         assert window is not None  # noqa: S101 - the hook checked
         try:
             tokens = (sampled.numpy()[window.batch.table_rows] != REJECTED).sum(1)
             window.commit(tokens - 1)
         finally:
-            if window.is_open:
-                window.abort()
+            self.close(FallbackReason.ABORTED)
         self.commit_seconds += perf_counter() - started
 
     def close(self, reason: FallbackReason) -> None:
         """Abort a window that nobody committed; without one, nothing happens."""
-        window, self._window = self._window, None
+        window = self._window
         if window is not None and window.is_open:
             window.abort(reason)
+        self._window = None
 
     def _batch(
         self, drafts: dict[str, list[int]], num_scheduled: np.ndarray[Any, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from nwor.manager import Mode
 from nwor.vllm.audit import RunnerAudit
 from nwor.vllm.audit_rows import Findings
 from nwor.vllm.settings import AuditLevel
+
+logger = logging.getLogger("vllm.nwor")
 
 PAGE = 128
 CODE = (
@@ -125,7 +128,12 @@ class VllmAudit:
         tokens, findings = self._once(Mode.STAGE, WORKLOADS[name], stops)
         report = Report(name, findings, tokens=tokens)
         if control:
-            stock, report.control = self._once(Mode.OFF, WORKLOADS[name], stops)
+            level = logger.level
+            logger.setLevel(logging.CRITICAL)  # what stock leaves behind is no news, and is counted
+            try:
+                stock, report.control = self._once(Mode.OFF, WORKLOADS[name], stops)
+            finally:
+                logger.setLevel(level)
             report.same_tokens = stock == tokens
         return report
 

@@ -30,7 +30,7 @@ import torch
 from nwor.errors import CommitError, LayoutError, NworError, StageError
 from nwor.layout import KVRows
 from nwor.manager import Mode
-from nwor.metrics import FallbackReason, Metrics
+from nwor.metrics import FallbackReason, Metrics, Written
 from nwor.store.overlay import Overlay, OverlayWindow
 from nwor.store.paged import VerifyBatch
 from nwor.vllm import seams
@@ -222,9 +222,7 @@ class RunnerWindows:
         if batch is None:
             return
         if self.overlay is None or self.mode is Mode.IMMEDIATE:
-            self.metrics.windows += 1
-            self.metrics.empty_windows += 1
-            self.metrics.flushed += int(batch.num_drafts.sum())
+            self.metrics.count_written_through(int(batch.num_drafts.sum()), Written())
             return
         try:
             window = self.overlay.begin(batch, newcomers)

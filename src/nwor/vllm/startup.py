@@ -45,8 +45,10 @@ def hook_core() -> None:
             vllm_config: Any,  # noqa: ANN401
             kv_cache_specs: Any,  # noqa: ANN401
             available_memory: Any,  # noqa: ANN401
+            *args: Any,  # noqa: ANN401 - newer releases take more
+            **kwargs: Any,  # noqa: ANN401
         ) -> Any:  # noqa: ANN401
-            configs = original(vllm_config, kv_cache_specs, available_memory)
+            configs = original(vllm_config, kv_cache_specs, available_memory, *args, **kwargs)
             settings = read_settings()
             if vllm_config.speculative_config is not None and settings.mode is not Mode.OFF:
                 _attach(settings, vllm_config, configs)

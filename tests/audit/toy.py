@@ -1,0 +1,251 @@
+"""A paged engine that is nothing but metadata: tables, slot mappings, lengths. No K, no V.
+
+It drives `RunnerAudit` through the attributes of vLLM's runner that the audit reads. Drafts go to
+private staging pages and accepted rows are copied home, in the plainest way. `bug` names one thing
+that it gets wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from nwor.vllm.audit import RunnerAudit
+from nwor.vllm.settings import AuditLevel
+
+PAGE, PAGES, FIRST_STAGING, REQUESTS, LONGEST = 4, 288, 256, 6, 60
+WINDOWS = (None, 8)  # two groups: full attention and a sliding window
+
+
+@dataclass
+class Request:
+    pages: list[list[int]]
+    length: int = 0
+    place: int = 0
+
+
+class ToyEngine:
+    def __init__(self, bug: str = "") -> None:
+        self.bug = bug
+        self.free = list(range(1, FIRST_STAGING))
+        self.requests: dict[str, Request] = {}
+        self.gone: set[str] = set()
+        self.tables = [
+            torch.zeros(REQUESTS, LONGEST // PAGE + 2, dtype=torch.int32) for _ in WINDOWS
+        ]
+        self.slots = [torch.full((256,), -1) for _ in WINDOWS]
+        specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=w)) for w in WINDOWS]
+        self.runner = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(num_blocks=PAGES, kv_cache_groups=specs),
+            max_num_reqs=REQUESTS,
+            max_model_len=LONGEST,
+            input_batch=SimpleNamespace(
+                req_ids=[], num_computed_tokens_cpu=np.zeros(REQUESTS, np.int64)
+            ),
+            discard_request_mask=SimpleNamespace(np=np.zeros(REQUESTS, np.bool_)),
+        )
+        groups = [
+            SimpleNamespace(index=i, overlay=SimpleNamespace(page_size=PAGE, table=t, slots=s))
+            for i, (t, s) in enumerate(zip(self.tables, self.slots, strict=True))
+        ]
+        self.audit = RunnerAudit(self.runner, groups, FIRST_STAGING, AuditLevel.METADATA)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def add(self, name: str, *, like: str = "") -> None:
+        """Enter a request; `like` shares the full pages of another one's prompt."""
+        taken = {r.place for r in self.requests.values()}
+        place = next(i for i in range(REQUESTS) if i not in taken)
+        request = Request([[] for _ in WINDOWS], place=place)
+        if like:
+            shared = self.requests[like].length // PAGE
+            if self.bug == "publish_a_page_before_it_is_full":
+                shared += 1
+            request.pages = [pages[:shared] for pages in self.requests[like].pages]
+            request.length = shared * PAGE
+            if self.bug == "write_into_a_shared_page":
+                request.length -= 1
+        self.requests[name] = request
+
+    def finish(self, name: str) -> None:
+        mine = {page for pages in self.requests.pop(name).pages for page in pages}
+        others = {p for r in self.requests.values() for pages in r.pages for p in pages}
+        self.free += sorted(mine - others)
+        self.gone.add(name)
+
+    def slot(self, name: str, group: int, position: int) -> int:
+        return self.requests[name].pages[group][position // PAGE] * PAGE + position % PAGE
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def step(self, work: dict[str, tuple[int, int, int]]) -> None:
+        """Run ``{request: (certain rows, drafts, accepted drafts)}``."""
+        names = list(work)
+        self.announce(work)
+        rows = [
+            (name, self.requests[name].length + i, i >= certain)
+            for name, (certain, drafts, _) in work.items()
+            for i in range(certain + drafts)
+        ]
+        self.fill(names, rows)
+        honest = [
+            (table.clone(), slots.clone())
+            for table, slots in zip(self.tables, self.slots, strict=True)
+        ]
+        verifying = [name for name in names if work[name][1]]
+        if self.bug != "write_drafts_through":
+            self.stage(verifying, names, rows)
+        self.spoil(names, rows)
+        self.audit.before_forward()
+        if self.bug != "commit_before_sampling":
+            self.audit._on_sampled()
+        accepted = [work[name][2] for name in names]
+        if self.bug == "counts_by_batch_row_after_a_reorder":
+            accepted = accepted[1:] + accepted[:1]
+        kept = {
+            name: self.requests[name].length + work[name][0] + min(count, work[name][1])
+            for name, count in zip(names, accepted, strict=True)
+        }
+        if self.bug != "write_drafts_through":
+            self.commit(verifying, rows, kept, honest)
+        if self.bug != "tables_not_restored":
+            for (table, slots), (was, mapped) in zip(
+                zip(self.tables, self.slots, strict=True), honest, strict=True
+            ):
+                table.copy_(was)
+                slots.copy_(mapped)
+        sampled = torch.full((len(names), 16), -1)
+        for row, name in enumerate(names):
+            sampled[row, : work[name][2] + 1] = 1
+        self.audit.after_sampling(sampled)
+        for name in names:
+            self.requests[name].length += work[name][0] + work[name][2]
+
+    def announce(self, work: dict[str, tuple[int, int, int]]) -> None:
+        self.audit.begin(
+            SimpleNamespace(
+                num_scheduled_tokens={n: certain + k for n, (certain, k, _) in work.items()},
+                scheduled_spec_decode_tokens={n: [0] * k for n, (_, k, _) in work.items() if k},
+                finished_req_ids=self.gone,
+                preempted_req_ids=None,
+                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
+            )
+        )
+        self.gone = set()
+        for name, (certain, k, _) in work.items():
+            request = self.requests[name]
+            for pages in request.pages:
+                while len(pages) * PAGE < request.length + certain + k:
+                    pages.append(self.free.pop(0))
+
+    def fill(self, names: list[str], rows: list[tuple[str, int, bool]]) -> None:
+        batch = self.runner.input_batch
+        batch.req_ids = names
+        for row, name in enumerate(names):
+            batch.num_computed_tokens_cpu[row] = self.requests[name].length
+        for group, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
+            table.zero_()
+            slots.fill_(-1)
+            for row, name in enumerate(names):
+                pages = self.requests[name].pages[group]
+                table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            for at, (name, position, _) in enumerate(rows):
+                slots[at] = self.slot(name, group, position)
+
+    def staged(self, name: str, group: int, position: int) -> int:
+        side = position // PAGE % 2
+        page = FIRST_STAGING + (self.requests[name].place * 2 + group) * 2 + side
+        return page * PAGE + position % PAGE
+
+    def stage(
+        self, verifying: list[str], names: list[str], rows: list[tuple[str, int, bool]]
+    ) -> None:
+        """Show staging pages in place of those a window touches."""
+        for group, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
+            for name in verifying:
+                length = self.requests[name].length
+                below = range(length - length % PAGE, length)
+                if self.bug == "fill_in_nothing":
+                    below = range(0)
+                self.move([(self.slot(name, group, p), self.staged(name, group, p)) for p in below])
+            for at, (name, position, _) in enumerate(rows):
+                if name in verifying:
+                    slots[at] = self.staged(name, group, position)
+                    table[names.index(name), position // PAGE] = int(slots[at]) // PAGE
+
+    def commit(
+        self,
+        verifying: list[str],
+        rows: list[tuple[str, int, bool]],
+        kept: dict[str, int],
+        honest: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        for group, (_, mapped) in enumerate(honest):
+            pairs = [
+                (self.staged(name, group, position), int(mapped[at]))
+                for at, (name, position, _) in enumerate(rows)
+                if name in verifying and position < kept[name]
+            ]
+            if self.bug == "lose_the_last_row":
+                pairs = pairs[:-1]
+            self.move(pairs)
+
+    def move(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            source, target = np.array(pairs, np.int64).T
+            self.audit.on_move(source, target)
+
+    def spoil(self, names: list[str], rows: list[tuple[str, int, bool]]) -> None:
+        """Get wrong what kernels will see, once the engine has something to get wrong."""
+        table, slots = self.tables[0], self.slots[0]
+        last = len(rows) - 1
+        old = [r for r, n in enumerate(names) if self.requests[n].length >= 2 * PAGE]
+        match self.bug:
+            case "stale_block_table_row" if len(old) > 1:
+                table[old[0], 0] = table[old[1], 0]
+            case "optimistic_eviction" if old:
+                length = self.requests[names[old[0]]].length
+                self.tables[1][old[0], (length - WINDOWS[1] + 1) // PAGE] = 0
+            case "length_off_by_one" if old:
+                self.runner.input_batch.num_computed_tokens_cpu[old[0]] += 1
+            case "null_page_write":
+                slots[last] = 0
+            case "negative_slot":
+                slots[last] = -1
+            case "two_rows_in_one_slot" if last:
+                slots[last] = slots[last - 1]
+            case "early_free" if len(old) > 1:
+                pages = self.requests[names[old[1]]].pages[0]
+                at = next(i for i, row in enumerate(rows) if row[0] == names[old[0]])
+                slots[at] = pages[0] * PAGE
+
+
+def live(engine: ToyEngine, seed: int, steps: int = 120) -> ToyEngine:
+    """Let requests come, share prefixes, verify and go, at random."""
+    rng = random.Random(seed)
+    serial = 0
+    for _ in range(steps):
+        fresh: dict[str, tuple[int, int, int]] = {}
+        if len(engine.requests) < REQUESTS - 1 and rng.random() < 0.4:
+            name, serial = f"r{serial}", serial + 1
+            parents = [n for n, r in engine.requests.items() if r.length > PAGE]
+            engine.add(name, like=rng.choice(parents) if parents and rng.random() < 0.5 else "")
+            fresh[name] = (rng.randint(1, 11), 0, 0)
+        work = {}
+        for name, request in list(engine.requests.items()):
+            if name in fresh:
+                continue
+            if request.length > LONGEST - 20:
+                engine.finish(name)
+            else:
+                k = rng.randint(0, PAGE - 1)
+                work[name] = (1, k, rng.randint(0, k))
+        order = list((work | fresh).items())
+        rng.shuffle(order)
+        if order:
+            engine.step(dict(order))
+    return engine

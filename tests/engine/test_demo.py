@@ -1,5 +1,7 @@
 """The demo's lanes, table and page, on a tiny model."""
 
+import io
+
 import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
@@ -25,8 +27,8 @@ def test_lanes_agree_and_are_shown(tokenizer: PreTrainedTokenizerFast) -> None:
     assert [lane.name for lane in comparisons[1].lanes] == list(LANES)
     assert all(c.identical for c in comparisons)
     assert len(told) == 2 * len(LANES)
-    for width, parts in ((120, 1), (80, 2)):
-        console = Console(width=width, record=True, quiet=True)
+    for width, parts in ((140, 1), (80, 2)):
+        console = Console(width=width, record=True, file=io.StringIO())
         shown = tables(comparisons, width)
         assert len(shown) == parts
         console.print(*shown)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from nwor.cli.generate import summary
@@ -18,11 +19,35 @@ def show(running: Stream, prompts: list[str], console: Console | None = None) ->
     console = console or Console()
     texts = [_start(index, prompt, len(prompts)) for index, prompt in enumerate(prompts)]
     status = Text(style="dim")
-    screen = Group(*texts, status)
+    screen = Tail(Group(*texts, status))
     with Live(screen, console=console, refresh_per_second=12, vertical_overflow="visible"):
-        for chunk in running:
-            _append(texts[chunk.index], chunk)
-            status.plain = summary(running)
+        try:
+            for chunk in running:
+                _append(texts[chunk.index], chunk)
+                status.plain = summary(running)
+        finally:
+            screen.whole = True
+
+
+class Tail:
+    """The end of something too long for the screen, which a terminal could not redraw.
+
+    Attributes:
+        whole: show everything: nothing will be redrawn any more.
+    """
+
+    def __init__(self, content: RenderableType) -> None:
+        self.content = content
+        self.whole = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines that fit."""
+        lines = console.render_lines(self.content, options, pad=False)
+        if not self.whole:
+            lines = lines[-max(console.size.height - 1, 1) :]
+        for line in lines:
+            yield Segments(line)
+            yield Segment.line()
 
 
 def _start(index: int, prompt: str, count: int) -> Text:

@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task("generating", total=4 * (len(ALL) + 1))
         for prompts in (*([p] for p in ALL), list(ALL)):
-            name = prompts[0].kind if len(prompts) == 1 else f"all {len(prompts)} as one batch"
+            name = prompts[0].kind if len(prompts) == 1 else f"{len(prompts)} as a batch"
             comparisons.append(
                 compare(
                     loaded, name, prompts, args.max_new_tokens, args.num_draft_tokens,

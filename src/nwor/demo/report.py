@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from rich import box
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from nwor.demo.lanes import LANES, LOOKUP, STAGE, Comparison, Lane
@@ -15,10 +17,10 @@ from nwor.demo.lanes import LANES, LOOKUP, STAGE, Comparison, Lane
 mpl.rcParams["svg.fonttype"] = "none"
 
 _COLUMNS = (
-    "prompt", "way", "same text", "tokens/s", "vs lookup", "tokens/step", "rows staged",
+    "prompt", "way", "same text", "tokens/s", "vs lookup", "tokens a step", "rows staged",
     "rows written", "rows avoided", "durable KiB", "staged KiB",
 )  # fmt: skip
-_FULL_WIDTH = 120
+_FULL_WIDTH = 140
 _COLOURS = ("#9aa5b1", "#6b7a8f", "#d9a441", "#3b8f5a")
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:right}
@@ -41,14 +43,17 @@ def tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
 
 
 def _table(title: str, comparisons: Sequence[Comparison], columns: Sequence[int]) -> Table:
-    shown = Table(title=title)
+    """Lay out some columns; lanes that have none of them are left out."""
+    shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        shown.add_column(_COLUMNS[column], justify="left" if column < 3 else "right")
+        justify: JustifyMethod = "left" if column < 3 else "right"
+        shown.add_column(_COLUMNS[column], justify=justify, no_wrap=column < 2)
     for comparison in comparisons:
-        lanes = [lane for lane in comparison.lanes if columns[-1] < 6 or lane.result is not None]
+        lanes = [lane for lane in comparison.lanes if 2 in columns or lane.result is not None]
         for lane in lanes:
-            cells = _cells(comparison, lane)
-            shown.add_row(*(cells[column] for column in columns), end_section=lane is lanes[-1])
+            cells = [_cells(comparison, lane)[column] for column in columns]
+            name = cells[0] if lane is lanes[0] else ""
+            shown.add_row(name, *cells[1:], end_section=lane is lanes[-1])
     return shown
 
 

@@ -183,7 +183,9 @@ def test_malformed_jsonl_names_the_line(tmp_path: Path, line: str, reason: str) 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_ctrl_c_shows_what_there_is(directory: Path, form: list[str]) -> None:
+    # A shell's background jobs start with SIGINT ignored, and would hand that on.
     script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, time, nwor.engine.core as core; from nwor.cli import main\n"
         "step = core.Engine._window\n"
         "def slow(self, *a):\n"

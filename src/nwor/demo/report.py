@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.console import JustifyMethod
 from rich.table import Table
@@ -147,6 +148,7 @@ def _acceptance(comparisons: Sequence[Comparison]) -> Figure:
         drafted, accepted = result.stats.drafted, result.stats.accepted
         rates = [a / d for a, d in zip([*accepted, *[0] * len(drafted)], drafted, strict=False)]
         axes.plot(range(1, len(rates) + 1), rates, marker="o", label=comparison.name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("position of the draft")
     axes.set_ylabel("share accepted")
     axes.set_ylim(0, 1)
@@ -164,6 +166,7 @@ def _windows(comparison: Comparison) -> Figure:
         steps = range(1, len(kept) + 1)
         axes.bar(steps, kept, color=_COLOURS[3], label="committed")
         axes.bar(steps, avoided, bottom=kept, color="#c9ced6", label="rejected: never written")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(f"window ({comparison.name})")
     axes.set_ylabel("rows in one layer")
     axes.legend(frameon=False)

@@ -45,9 +45,11 @@ test-vllm: venv
 	then $(BIN)/python -m pytest tests/vllm; \
 	else echo "==> skipped tests/vllm: vLLM is not installed"; fi
 
-# Does a vLLM that is not installed have the symbols nwor relies on? WHEEL=path of its wheel.
+# Does a vLLM that is not installed have the symbols nwor relies on? The newest one on pip's index,
+# or VERSION=release of it, or WHEEL=path of a wheel.
 check-vllm: venv
-	$(BIN)/python -m nwor.vllm.check_wheel --wheel "$(WHEEL)"
+	$(BIN)/python -m nwor.vllm.check_wheel \
+	  $(if $(WHEEL),--wheel "$(WHEEL)",$(if $(VERSION),--version "$(VERSION)"))
 
 lint: venv
 	$(BIN)/ruff format --check

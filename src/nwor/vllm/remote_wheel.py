@@ -154,6 +154,8 @@ class RangeFile(io.RawIOBase):
                 span = reply.headers.get("Content-Range", "")
                 data = reply.read(count + 1)
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             reason = getattr(error, "reason", None) or type(error).__name__
             raise InputError(f"{name} cannot be read ({reason}): {GIVE_WHEEL}") from error
         match = re.fullmatch(rf"bytes {first}-{last}/(\d+)", span)

@@ -12,85 +12,20 @@ stay where it is. Not run on a GPU yet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from nwor.errors import InputError
 from nwor.layout import KVRows
 from nwor.store.movers import Move, check_pair
+from nwor.store.triton_kernel import move_rows_kernel
 
 FIELDS = 16
 MAX_BLOCK = 1024
 WORDS = (8, 4, 2, 1)
-
-
-@triton.jit(
-    do_not_specialize=["src_group_step", "dst_group_step"],
-    do_not_specialize_on_alignment=["src_slots", "dst_slots"],
-)  # type: ignore[untyped-decorator]
-def move_rows_kernel(  # pragma: no cover - compiled
-    table: Any,  # noqa: ANN401 - int64 [lanes, FIELDS], see `lane_table`
-    src_slots: Any,  # noqa: ANN401 - int64 [groups, rows] or [rows]
-    dst_slots: Any,  # noqa: ANN401 - the same
-    src_group_step: Any,  # noqa: ANN401 - stride of the groups, 0 for slots that all share
-    dst_group_step: Any,  # noqa: ANN401
-    FIELDS: tl.constexpr,  # noqa: N803 - Triton's custom for constants
-    BLOCK: tl.constexpr,  # noqa: N803 - words per step of the loop
-) -> None:
-    """Copy one row of one lane."""
-    row = tl.program_id(0)
-    lane = table + tl.program_id(1) * FIELDS
-    group = tl.load(lane + 14)
-    dst_slot = tl.load(dst_slots + group * dst_group_step + row)
-    if dst_slot < 0:
-        return
-    src_slot = tl.load(src_slots + group * src_group_step + row)
-    src = tl.load(lane) + _row_offset(src_slot, tl.load(lane + 2), lane + 4)
-    dst = tl.load(lane + 1) + _row_offset(dst_slot, tl.load(lane + 3), lane + 8)
-    word = tl.load(lane + 15)
-    if word == 8:
-        _copy_row(src, dst, lane, tl.int64, BLOCK)
-    elif word == 4:
-        _copy_row(src, dst, lane, tl.int32, BLOCK)
-    elif word == 2:
-        _copy_row(src, dst, lane, tl.int16, BLOCK)
-    else:
-        _copy_row(src, dst, lane, tl.int8, BLOCK)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _row_offset(slot: Any, page_size: Any, steps: Any) -> Any:  # pragma: no cover # noqa: ANN401
-    # Bytes, in int64: slots and steps come from int64 tables, so every product of them is int64.
-    page = slot // page_size
-    return page * tl.load(steps) + (slot - page * page_size) * tl.load(steps + 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_row(  # pragma: no cover - compiled
-    src: Any,  # noqa: ANN401 - int64 address
-    dst: Any,  # noqa: ANN401
-    lane: Any,  # noqa: ANN401
-    WORD: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-) -> None:
-    src_head = tl.load(lane + 6)
-    src_dim = tl.load(lane + 7)
-    dst_head = tl.load(lane + 10)
-    dst_dim = tl.load(lane + 11)
-    dim = tl.load(lane + 12).to(tl.int32)  # 32 bits: a 64-bit division per word would cost more
-    words = tl.load(lane + 13).to(tl.int32)
-    for start in range(0, words, BLOCK):
-        word = start + tl.arange(0, BLOCK)
-        head = word // dim
-        inside = word - head * dim
-        take = (src + head * src_head + inside * src_dim).to(tl.pointer_type(WORD))
-        put = (dst + head * dst_head + inside * dst_dim).to(tl.pointer_type(WORD))
-        tl.store(put, tl.load(take, mask=word < words), mask=word < words)
 
 
 def bind_triton(src: KVRows, dst: KVRows) -> Move:

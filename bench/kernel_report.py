@@ -1,7 +1,8 @@
 """Compile the mover kernel for GPUs that are not here, and say what it takes on each.
 
-Registers and spills (stack and local bytes; AMD: spilled registers) come from the assembled code object (NVIDIA: cuobjdump, which triton brings along;
-AMD: the metadata of the assembly). Nothing is run, nothing is timed.
+Registers and spills come from the assembled code object. NVIDIA: cuobjdump, which triton brings along;
+spills are bytes of stack and local memory. AMD: metadata of the assembly; spills are registers.
+Nothing is run, nothing is timed.
 
 python bench/kernel_report.py [--json OUT]
 """

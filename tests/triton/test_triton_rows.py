@@ -197,6 +197,17 @@ def test_far_slots() -> None:
             store.key[0, page, inside] = store.value[0, page, inside] = 0
 
 
+def test_slot_numbers_beyond_int32() -> None:
+    flat = torch.from_numpy(np.zeros(5 * 2**30, np.uint8))
+    last = 5 * 2**29 - 1
+    key, value = (flat.as_strided((1, last + 1, 1, 1, 1), (1, 2, 1, 1, 1), at) for at in (0, 1))
+    src = fill(make_store(Layout.NHD, layers=1, pages=1, heads=1, dim=1, dtype=torch.uint8))
+    assert src.key[0, 0, 1]
+    bind_triton(src, KVRows(key, value))(torch.tensor([1]), torch.tensor([last]))
+    assert same_bits(key[0, last], src.key[0, 0, 1:2])
+    assert same_bits(value[0, last], src.value[0, 0, 1:2])
+
+
 def test_far_heads_and_dims() -> None:
     """Heads and dims gigabytes apart: `head * step` is int64 too."""
     flat = torch.from_numpy(np.zeros(5 * 2**30, np.uint8))

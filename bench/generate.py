@@ -201,7 +201,7 @@ def measure(
     rows: list[Row] = []
     for name, runs in samples.items():
         rates = [r.decoded / r.decode_seconds for r in runs]
-        same = sum(a == b for a, b in zip(runs[0].tokens, reference, strict=True))
+        same = sum(all(r.tokens[i] == want for r in runs) for i, want in enumerate(reference))
         rows.append(
             Row(
                 dtype,

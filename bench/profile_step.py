@@ -25,7 +25,7 @@ KINDS = {
     "linear layers": ("aten::addmm", "aten::mm", "aten::linear", "mkldnn"),
     "attention": ("attention", "aten::bmm", "aten::baddbmm", "softmax", "logaddexp"),
     "argmax": ("aten::argmax", "aten::max", "aten::eq"),
-    "commit and staging": ("aten::index", "aten::gather"),
+    "index operations": ("aten::index", "aten::gather"),
 }
 
 

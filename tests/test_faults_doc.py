@@ -31,6 +31,8 @@ def test_tests_exist(section: str) -> None:
 def test_mutants_exist() -> None:
     mutants = (ROOT / "tests/vllm/test_audit_mutants.py").read_text()
     text = "".join(SECTIONS)
-    for clause in re.findall(r"mutants? ((?:`\w+`(?:, )?)+)", text):
+    clauses = re.findall(r"mutants? ((?:`\w+`(?:, )?)+)", text)
+    assert clauses
+    for clause in clauses:
         for name in re.findall(r"`(\w+)`", clause):
             assert f"def {name}(" in mutants

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +131,15 @@ def test_a_page_published_in_the_step_that_stages_its_last_row(
             assert not wrong, audit.findings.first
             assert mode is Mode.OFF or not audit.findings.counts
     assert caught, "the case did not occur"
+
+
+def test_a_model_that_is_not_there_is_bad_input() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nwor.cli", "audit", "--model", "./nope"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "vLLM cannot start on './nope': give a folder" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -7,8 +7,8 @@
     _update_states_after_model_execute  what is durable now, and whether it should be
 
 The hooks sit on other symbols than nwor's own and stay when nwor's go, so the same audit watches an
-engine in every mode. It knows nothing of the overlay's bookkeeping: tables, slot mappings and
-acceptance come from vLLM's buffers, copies from the row movers.
+engine in every mode. Tables, slot mappings and acceptance come from vLLM's buffers, copies from the
+overlay as it makes them; of the overlay's own bookkeeping only the leases are read, to find leaks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from nwor.errors import LayoutError
 from nwor.vllm import seams
 from nwor.vllm.audit_bytes import ByteAudit
-from nwor.vllm.audit_rows import OWNER, STEP, Findings, Ints, Kind, RowNames, Violation
+from nwor.vllm.audit_rows import OWNER, POSITION, STEP, Findings, Ints, Kind, RowNames, Violation
 from nwor.vllm.geometry import CacheGroup, cache_groups
 from nwor.vllm.settings import AuditLevel
 
@@ -195,7 +195,7 @@ class RunnerAudit:
         names = np.empty((len(step.position), 3), np.int32)
         index = step.index[step.of_row]
         names[:, OWNER] = self._serial[index]
-        names[:, 1] = step.position
+        names[:, POSITION] = step.position
         names[:, STEP] = findings.steps
         depth = np.arange(len(step.position)) - step.first[step.of_row]
         certain = depth < (step.scheduled - step.drafts)[step.of_row]
@@ -282,7 +282,7 @@ class RunnerAudit:
                 start = self._first_read(group, until)
                 slots = table[row, position // size].astype(np.int64) * size + position % size
                 found = self.names.rows[slots[start:]]
-                good = self.names.accepted[slots[start:]] & (found[:, 1] == position[start:])
+                good = self.names.accepted[slots[start:]] & (found[:, POSITION] == position[start:])
                 self.report_rows(
                     Kind.PUBLISHED,
                     step.requests[row],
@@ -329,7 +329,7 @@ class RunnerAudit:
         found = self.names.rows[slots]
         wrong = (
             (found[:, OWNER] != self._owner[group, index, position])
-            | (found[:, 1] != position)
+            | (found[:, POSITION] != position)
             | (found[:, STEP] != self._written[group, index, position])
         )
         self.findings.rows_checked += total
@@ -375,7 +375,7 @@ class RunnerAudit:
         found = names.rows[slots]
         here = (
             (found[..., OWNER] == self._serial[step.index[step.of_row]])
-            & (found[..., 1] == step.position)
+            & (found[..., POSITION] == step.position)
             & (found[..., STEP] == self.findings.steps)
         )
         self.findings.rows_checked += slots.size

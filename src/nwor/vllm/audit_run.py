@@ -81,7 +81,7 @@ class VllmAudit:
     """An engine of this process, staged and audited.
 
     Raises:
-        InputError: nwor refuses this engine.
+        InputError: vLLM finds no such model, or nwor refuses this engine.
     """
 
     def __init__(self, model: str, *, level: AuditLevel, k: int, dtype: str = "auto") -> None:
@@ -96,22 +96,28 @@ class VllmAudit:
         from nwor.vllm.plugin import register  # noqa: PLC0415 - VLLM_PLUGINS may leave it out
 
         register()
-        self.llm: Any = LLM(
-            model,
-            dtype=dtype,  # type: ignore[arg-type]
-            max_model_len=1024,
-            max_num_seqs=4,
-            block_size=PAGE,
-            num_gpu_blocks_override=160,
-            enforce_eager=True,
-            disable_log_stats=False,
-            seed=0,
-            speculative_config={
-                "method": "custom_class",
-                "model": "nwor.vllm.adversary.Adversary",
-                "num_speculative_tokens": k,
-            },
-        )
+        try:
+            self.llm: Any = LLM(
+                model,
+                dtype=dtype,  # type: ignore[arg-type]
+                max_model_len=1024,
+                max_num_seqs=4,
+                block_size=PAGE,
+                num_gpu_blocks_override=160,
+                enforce_eager=True,
+                disable_log_stats=False,
+                seed=0,
+                speculative_config={
+                    "method": "custom_class",
+                    "model": "nwor.vllm.adversary.Adversary",
+                    "num_speculative_tokens": k,
+                },
+            )
+        except (OSError, ValueError) as error:  # what vLLM raises where there is no such model
+            raise InputError(
+                f"vLLM cannot start on {model!r}: give a folder with config.json and weights, or a "
+                f"model id. It said: {error}"
+            ) from error
         client: Any = self.llm.llm_engine.engine_core
         core = client.engine_core
         self._runner = core.model_executor.driver_worker.worker.model_runner

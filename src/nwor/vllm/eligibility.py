@@ -21,7 +21,9 @@ SAFE_CONNECTORS = ("ExampleConnector",)
 """KV connectors whose every read of the cache was followed in the checked versions.
 
 ExampleConnector copies during the forward, but only prompt rows of requests in their first step,
-from pages it finds by block id: such requests have no drafts, so nothing of theirs is staged.
+from pages it finds by block id: such requests have no drafts, so nothing of theirs is staged. Known
+gap: where a prompt's prefix is a page that another request fills in that very step, with a staged
+row, the copy is made before that row is home (docs/vllm.md).
 """
 
 

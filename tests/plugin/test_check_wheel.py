@@ -17,10 +17,9 @@ from nwor.vllm.check_wheel import WheelSource, check_wheel, main, more
 from nwor.vllm.runner_v1 import RunnerWindows
 from nwor.vllm.seams import (
     EXECUTE,
+    LEDGER,
     PREPARE,
     SAMPLE,
-    SEAMS,
-    V2_SEAMS,
     Seam,
     check_seams,
     wrap_method,
@@ -78,7 +77,7 @@ def test_a_wheel_without_the_symbols_fails_and_says_which(
     assert main(["--wheel", str(path), "--json", str(out)]) == 1
     result = json.loads(out.read_text())
     assert result["vllm"] == "9.9.9"
-    assert set(result["seams"]) == {seam.path for seam in (*SEAMS, *V2_SEAMS)}
+    assert set(result["seams"]) == {seam.path for seam in LEDGER}
     assert all(result["seams"].values())
     assert "0 of" in capsys.readouterr().out
 

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from nwor.errors import InputError
 from nwor.vllm.remote_wheel import find_published, open_published
-from nwor.vllm.seams import SEAMS, V2_SEAMS, Seam, SeamError, check_parameters
+from nwor.vllm.seams import LEDGER, Seam, SeamError, check_parameters
 
 Symbol = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ImportFrom
 
@@ -172,24 +172,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table of all seams, V1's and V2's."""
+    """Print a table of the whole ledger, V1's and V2's."""
     options = _parser().parse_args(arguments)
-    seams = (*SEAMS, *V2_SEAMS)
     try:
         source = (
             WheelSource(options.wheel)
             if options.wheel is not None
-            else _read_published(options.version, seams)
+            else _read_published(options.version, LEDGER)
         )
-        wrong = check_wheel(source, seams)
-        _report(source, seams, wrong)
+        wrong = check_wheel(source, LEDGER)
+        _report(source, LEDGER, wrong)
     except InputError as error:
         sys.stderr.write(f"check_wheel: {error}\n")
         return 2
     if options.json:
         result = {
             "vllm": source.version(),
-            "seams": {seam.path: wrong.get(seam.path) for seam in seams},
+            "seams": {seam.path: wrong.get(seam.path) for seam in LEDGER},
         }
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     return int(bool(wrong))

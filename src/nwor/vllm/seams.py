@@ -57,6 +57,7 @@ class Seam:
 
 CORE = "vllm.v1.engine.core"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
+CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 LOGGERS = "vllm.v1.metrics.loggers"
 
@@ -71,6 +72,13 @@ SCHEDULER_CONFIG = Seam(
     "generate_scheduler_kv_cache_config",
     ("kv_cache_configs",),
     "hide the staging pages from the scheduler: it sees a smaller num_blocks",
+)
+MAX_CONCURRENCY = Seam(
+    CACHE_UTILS,
+    "get_max_concurrency_for_kv_cache_config",
+    ("vllm_config", "kv_cache_config"),
+    "called: does a request of maximum length still fit beside the staging pages?",
+    strict=True,
 )
 SCHEDULER_INIT = Seam(
     SCHEDULER, "Scheduler.__init__", ("vllm_config", "kv_cache_config"), "find staging schedulers"
@@ -152,6 +160,7 @@ LOG = Seam(LOGGERS, "StatLoggerManager.log", (), "print nwor's line after vLLM's
 SEAMS = (
     CACHE_CONFIGS,
     SCHEDULER_CONFIG,
+    MAX_CONCURRENCY,
     SCHEDULER_INIT,
     UPDATE,
     RUNNER_CACHE,
@@ -166,6 +175,15 @@ SEAMS = (
     RECORD,
     LOG,
 )
+
+CPU_ATTENTION_ISA = Seam(
+    "vllm.v1.attention.backends.cpu_attn",
+    "_get_attn_isa",
+    ("dtype", "block_size", "head_size", "kv_cache_dtype"),
+    "called: which stock writer a layout probe without an engine must use",
+    strict=True,
+)
+"""Not in `SEAMS`: it exists for CPUs only, and only `nwor doctor` needs it."""
 
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
@@ -192,6 +210,9 @@ V2_SEAMS = tuple(
 )
 """Where windows of the V2 runner will begin and end. Checked by `check_wheel`; not wrapped yet,
 so strict: what a release requires beyond these, nobody has read."""
+
+LEDGER = (*SEAMS, CPU_ATTENTION_ISA, *V2_SEAMS)
+"""Everything of vLLM that nwor relies on."""
 
 
 def check_parameters(seam: Seam, names: Sequence[str], required: Iterable[str]) -> None:

@@ -77,11 +77,7 @@ def hook_core() -> None:
 
 
 def _attach(settings: Settings, config: Any, caches: Sequence[Any]) -> None:  # noqa: ANN401
-    from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415 - only where vLLM runs
-        get_max_concurrency_for_kv_cache_config,
-    )
-
-    reservation = reserve(settings, config, caches[0], get_max_concurrency_for_kv_cache_config)
+    reservation = reserve(settings, config, caches[0], seams.resolve(seams.MAX_CONCURRENCY))
     if reservation.refusals and settings.strict:
         reasons = "; ".join(map(str, reservation.refusals))
         raise EngineRefusedError(f"NWOR_STRICT=1 and nwor cannot serve this engine: {reasons}")

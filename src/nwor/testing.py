@@ -1,15 +1,23 @@
-"""Factories and oracles for tests of nwor, of engines built on it, and of its rivals."""
+"""Factories, oracles and faults for tests of nwor, of engines built on it, and of its rivals."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import FrozenInstanceError, dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nwor import reference
+from nwor.cache import TransactionalCache
+from nwor.errors import InputError
 from nwor.layout import KVRows, Layout
+from nwor.store.overlay import Overlay
 
 CANARY = 0x5A
 """Byte that durable stores are filled with: a row nobody wrote is made of it."""
@@ -123,6 +131,144 @@ class FailingWriter:
     def slots(self) -> list[list[int]]:
         """Slots of each call."""
         return [slots.tolist() for _, _, slots in self.calls]
+
+
+Place = tuple[object, str]
+"""An owner and the name of one of its attributes, a callable: what `fail_at` makes fail."""
+
+Doing = Callable[..., object]
+"""``doing(original, *args, **kwargs)``: what a call still gets done before it raises."""
+
+
+class InjectedFaultError(RuntimeError):
+    """What `fail_at` raises unless told otherwise."""
+
+
+class Fault:
+    """One injected fault; made by `fail_at`.
+
+    Attributes:
+        calls: calls of its places so far, all together.
+        raised: how many of them it made fail.
+    """
+
+    def __init__(
+        self,
+        at: Collection[int] | None,
+        error: BaseException | type[BaseException],
+        doing: Doing | None,
+    ) -> None:
+        self.calls = 0
+        self.raised = 0
+        self._at, self._error, self._doing = at, error, doing
+
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `original` with this fault in it."""
+
+        @wraps(original)
+        def faulty(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever it takes and gives
+            self.calls += 1
+            if self._at is not None and self.calls not in self._at:
+                return original(*args, **kwargs)
+            if self._doing is not None:
+                self._doing(original, *args, **kwargs)
+            self.raised += 1
+            raise self._error
+
+        return faulty
+
+
+@contextmanager
+def fail_at(
+    *places: Place,
+    call: int | Collection[int] | None = 1,
+    error: BaseException | type[BaseException] = InjectedFaultError,
+    doing: Doing | None = None,
+) -> Iterator[Fault]:
+    """Make the n-th call of a function fail, as long as the ``with`` block lasts.
+
+    A row mover that is interrupted half way through its second movement, and a sampler that runs out
+    of memory::
+
+        with fail_at(*movers(cache), call=2, error=KeyboardInterrupt, doing=first_rows()):
+            ...
+        with fail_at((nwor.engine.core, "verify"), error=MemoryError):
+            ...
+
+    Args:
+        *places: owner and attribute of what shall fail: an object, a class or a module, and the name
+            of a method or function in it. Several places share one count of calls.
+        call: number of the call that fails, from 1; several numbers; None for every call.
+        error: what is raised. `KeyboardInterrupt` stands for a user's Ctrl-C.
+        doing: what still gets done before that: nothing (None), a part (`first_rows`), all
+            (`everything`), or ``doing(original, *args, **kwargs)`` of your own.
+
+    Raises:
+        InputError: no place, or a call below 1.
+        AttributeError: a place that does not exist.
+    """
+    at = {call} if isinstance(call, int) else call
+    if not places or (at is not None and min(at, default=1) < 1):
+        raise InputError(f"fail_at needs a place, and calls from 1 on; got {places}, call={call}")
+    fault = Fault(at, error, doing)
+    with ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(_replaced(owner, name, fault.around(getattr(owner, name))))
+        yield fault
+
+
+def first_rows(count: int | None = None) -> Doing:
+    """Let a row mover move its first `count` rows, or half of them, before it raises."""
+
+    def some(move: Callable[..., object], source: Tensor, target: Tensor) -> None:
+        end = len(source) // 2 if count is None else count
+        move(source[:end], target[:end])
+
+    return some
+
+
+def everything(original: Callable[..., object], *args: object, **kwargs: object) -> None:
+    """Let a call do all of its work before it raises."""
+    original(*args, **kwargs)
+
+
+def movers(store: TransactionalCache | Overlay, *, plain: bool = False) -> list[Place]:
+    """Return the row movers of a store, as places to fail at.
+
+    Args:
+        store: what moves rows at its commits.
+        plain: the movers that finish what a mover failed at, instead.
+    """
+    if isinstance(store, Overlay):
+        return [(storage, "repair" if plain else "move") for storage in store._storages]  # noqa: SLF001
+    if plain:
+        return [(reference, "move_rows")]
+    return [(group, "move") for group in store._groups.values()]  # noqa: SLF001
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Put another value in an attribute's place, also where the owner is frozen, has slots, or has
+    the attribute from its class.
+    """
+    held = getattr(owner, "__dict__", None)
+    inherited = held is not None and name not in held
+    before = getattr(owner, name) if held is None or inherited else held[name]
+    _assign(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            _assign(owner, name, before)
+
+
+def _assign(owner: object, name: str, value: object) -> None:
+    try:
+        setattr(owner, name, value)
+    except FrozenInstanceError:
+        object.__setattr__(owner, name, value)
 
 
 _SYNCS = (

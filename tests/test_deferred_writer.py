@@ -26,7 +26,8 @@ from nwor.errors import (
     WindowOpenError,
 )
 from nwor.reference import kept_rows
-from nwor.testing import FailingWriter
+from nwor.testing import FailingWriter, everything, fail_at
+from nwor.writers import Undo
 
 
 def test_partial_acceptance_writes_one_row() -> None:  # A1
@@ -354,17 +355,33 @@ def test_writer_fault_leaves_all_layers_as_before(  # A13
 def test_interrupt_in_a_writer_is_undone_too() -> None:  # A13
     manager = DeferredWriteManager()
     layers = [Layer("layer0", 2), Layer("layer1", 2)]
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    manager.begin_window([2])
-    layers[0].stage(manager, ints(3, 7))
-    layers[1].stage(manager, ints(3, 7), writer=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        manager.commit([1])
-    assert layers[0].written() == set()
+    with fail_at((layers[1], "writer"), error=KeyboardInterrupt, doing=everything):
+        manager.begin_window([2])
+        for layer in layers:
+            layer.stage(manager, ints(3, 7))
+        with pytest.raises(KeyboardInterrupt):
+            manager.commit([1])
+    assert layers[0].written() == layers[1].written() == set()
     assert not manager.window_active
+
+
+def test_an_interrupted_undo_leaves_the_window_open() -> None:
+    """Rows of one layer are written and not undone: the window alone still holds the others."""
+    manager = DeferredWriteManager()
+    layers = [Layer("layer0", 2), Layer("layer1", 2)]
+    manager.begin_window([2])
+    layers[1].writer = FailingWriter(fail=True)
+    for layer in layers:
+        layer.stage(manager, ints(3, 7))
+    with (
+        fail_at((Undo, "restore"), call=2, error=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        manager.commit([1])
+    assert manager.window_active
+    layers[1].writer.fail = False
+    manager.commit([1])
+    assert all(layer.holds([3], [0]) for layer in layers)
 
 
 def test_fault_with_caches_of_unknown_layout_is_told() -> None:  # A13

@@ -1,4 +1,4 @@
-"""`fail_at` does what it says; and what the core survives, at every call and in every half-done state."""
+"""`fail_at` does what it says; and the core survives it at every movement, half done or not."""
 
 import itertools
 from dataclasses import dataclass
@@ -147,9 +147,7 @@ def test_a_mover_may_fail_at_any_call(
     totals = cache.metrics
     assert totals.fallbacks == {FallbackReason.MOVER_FAULT: 1}
     assert (totals.windows, totals.staged, totals.committed) == (3, 9, 5)
-    assert totals.rows_written == 5 * sum(
-        a + 1 for _, accepted in WINDOWS for a in accepted
-    )
+    assert totals.rows_written == 5 * sum(a + 1 for _, accepted in WINDOWS for a in accepted)
 
 
 def test_a_life_without_faults_is_the_same() -> None:

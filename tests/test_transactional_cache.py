@@ -16,7 +16,15 @@ from nwor.errors import (
     UnknownLayerError,
     WindowOpenError,
 )
-from nwor.testing import Snapshot, make_store, random_rows, same_bits
+from nwor.testing import (
+    Snapshot,
+    fail_at,
+    first_rows,
+    make_store,
+    movers,
+    random_rows,
+    same_bits,
+)
 
 HEADS, DIM = 2, 8
 
@@ -261,80 +269,42 @@ def test_tree_windows_commit_paths() -> None:
     assert cache.metrics.bonus == 1
 
 
-class FaultyMove:
-    """A bound move that raises, before or after having written some rows."""
-
-    def __init__(self, move, error: BaseException, rows_first: int) -> None:
-        self.move, self.error, self.rows_first = move, error, rows_first
-
-    def __call__(self, src, dst) -> None:
-        self.move(src[: self.rows_first], dst[: self.rows_first])
-        raise self.error
-
-
-def break_mover(cache, group: str, error: BaseException, rows_first: int, monkeypatch) -> None:
-    target = cache._groups[group]
-    monkeypatch.setitem(
-        cache._groups,
-        group,
-        type(target)(
-            target.durable,
-            target.arena,
-            FaultyMove(target.move, error, rows_first),
-            target.keys,
-            target.values,
-        ),
-    )
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("device fault"), MemoryError(), KeyboardInterrupt()]
-)
-@pytest.mark.parametrize("rows_first", [0, 2])
-@pytest.mark.parametrize("group", ["full", "sliding"])
-def test_mover_fault_is_repaired_from_the_staged_rows(
-    group, rows_first, error, monkeypatch
-) -> None:
-    """The commit is finished by the plain mover; an interrupt still reaches the user."""
-    cache, groups = make_cache()
-    rows = Rows(groups, 5)
-    before = {name: Snapshot.of(store) for name, store in groups.items()}
-    with monkeypatch.context() as patch:
-        break_mover(cache, group, error, rows_first, patch)
-        window = cache.begin(WindowRows.step([2, 1]), SLOTS)
-        rows.stage_all(window, groups)
-        if isinstance(error, Exception):
-            window.commit([1, 1])
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                window.commit([1, 1])
-    assert expected_after(groups, before, rows, SLOTS, [0, 1, 3, 4])
-    assert window.state is WindowState.COMMITTED
-    assert cache.metrics.fallbacks == {FallbackReason.MOVER_FAULT: 1}
-    assert cache.metrics.rows_written == 4 * 5
-    assert cache.window is None
-
-
-def test_double_fault_keeps_the_rows(monkeypatch) -> None:
+@pytest.mark.parametrize("again", [RuntimeError("second fault"), KeyboardInterrupt()])
+def test_double_fault_keeps_the_rows(again: BaseException) -> None:
     """Neither mover works: the error says so, and the window still holds everything."""
     cache, groups = make_cache()
     rows = Rows(groups, 5)
     before = {name: Snapshot.of(store) for name, store in groups.items()}
     window = cache.begin(WindowRows.step([2, 1]), SLOTS)
     rows.stage_all(window, groups)
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("second fault")
-
-    with monkeypatch.context() as patch:
-        break_mover(cache, "sliding", RuntimeError("first fault"), 1, patch)
-        patch.setattr("nwor.reference.move_rows", broken)
-        with pytest.raises(CommitError, match="commit again or abort") as caught:
-            window.commit([1, 1])
-    assert not caught.value.restored
+    with (
+        fail_at(*movers(cache), call=2, error=RuntimeError("first fault"), doing=first_rows(1)),
+        fail_at(*movers(cache, plain=True), error=again),
+        pytest.raises((CommitError, KeyboardInterrupt)) as caught,
+    ):
+        window.commit([1, 1])
+    if isinstance(again, RuntimeError):
+        assert isinstance(caught.value, CommitError)
+        assert "commit again or abort" in str(caught.value)
+        assert not caught.value.restored
     assert window.is_open
     window.commit([1, 1])
     assert expected_after(groups, before, rows, SLOTS, [0, 1, 3, 4])
+
+
+def test_an_interrupted_flush_is_finished_and_the_interrupt_goes_on() -> None:
+    cache, groups = make_cache()
+    rows = Rows(groups, 5)
+    before = {name: Snapshot.of(store) for name, store in groups.items()}
+    window = cache.begin(WindowRows.step([2, 1]), SLOTS)
+    rows.stage_all(window, groups)
+    with (
+        fail_at(*movers(cache), error=KeyboardInterrupt, doing=first_rows(1)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        window.flush()
+    assert window.state is WindowState.CANCELLED
+    assert expected_after(groups, before, rows, SLOTS, range(5))
 
 
 def test_poison_shows_views_used_after_their_window() -> None:

@@ -265,9 +265,11 @@ class RowWindow(Window):
 
     def _redo(self, moves: list[tuple[_Group, Tensor, Tensor]], error: BaseException) -> None:
         self._metrics.fallbacks[FallbackReason.MOVER_FAULT] += 1
+        self._torn = True
         try:
             for group, rows, slots in moves:
                 reference.move_rows(group.arena, group.durable, rows, slots)
+            self._torn = False
         except Exception as second:  # noqa: BLE001 - whatever it was, it is reported
             raise CommitError(
                 f"the row mover failed ({error!r}), and so did the plain one ({second!r}): the "

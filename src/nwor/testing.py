@@ -248,9 +248,7 @@ def movers(store: TransactionalCache | Overlay, *, plain: bool = False) -> list[
 
 @contextmanager
 def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Put another value in an attribute's place, also where the owner is frozen, has slots, or has
-    the attribute from its class.
-    """
+    """Replace an attribute, also of an owner that is frozen, has slots, or inherits it."""
     held = getattr(owner, "__dict__", None)
     inherited = held is not None and name not in held
     before = getattr(owner, name) if held is None or inherited else held[name]

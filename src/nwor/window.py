@@ -77,6 +77,7 @@ class Window(ABC):
         self._state = WindowState.OPEN
         self._staged = Written()
         self._interrupted: BaseException | None = None
+        self._torn = False  # rows of some layers are written, of others not
 
     @property
     def state(self) -> WindowState:
@@ -105,8 +106,10 @@ class Window(ABC):
             RowCountError: a layer has staged too few rows.
             CommitError: a write failed; see `CommitError.restored`.
             StaleWindowError: the window is closed.
+            KeyboardInterrupt: and whatever else interrupts a commit, after all rows are written or
+                none is. Interrupted twice, some may be, and the window is still open.
 
-        After any error but CommitError nothing has been written and the window is still open.
+        After bad input nothing has been written and the window is still open.
         """
         self._require_open("commit")
         if self.rows.parents is not None:
@@ -152,6 +155,8 @@ class Window(ABC):
             self._cancel(FallbackReason.WRITER_FAULT, Written(), flushed=False)
             raise
         self._cancel(reason, wrote, flushed=True)
+        if self._interrupted is not None:
+            raise self._interrupted
         return wrote
 
     def __enter__(self) -> Self:
@@ -170,12 +175,9 @@ class Window(ABC):
         self._check_staged(plan)
         try:
             wrote = self._apply(plan)
-        except CommitError as error:
-            if error.restored:
+        except BaseException:  # an interrupt too
+            if not self._torn:  # else it stays open: it alone holds the rows to commit again
                 self._cancel(FallbackReason.WRITER_FAULT, Written(), flushed=False)
-            raise
-        except BaseException:  # interrupted, and restored
-            self._cancel(FallbackReason.WRITER_FAULT, Written(), flushed=False)
             raise
         report = self._close(tally, wrote)
         if self._interrupted is not None:

@@ -233,7 +233,9 @@ class WriterWindow(Window):
             try:
                 _call_writer(layer, cut)
             except BaseException as error:  # an interrupt must not leave half a commit either
+                self._torn = True
                 restored = _restore(saved[: index + 1])
+                self._torn = not restored
                 if not isinstance(error, Exception):
                     raise
                 raise CommitError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from nwor.metrics import FallbackReason
 from nwor.store.overlay import Overlay, OverlayRefusal
 from nwor.store.paged import OverlayGroup, VerifyBatch
 from nwor.store.staging import StagingPages
+from nwor.testing import Doing, everything, fail_at, first_rows, movers
 
 
 def step(
@@ -137,9 +137,7 @@ def test_steady_state_copies_nothing_into_staging_pages() -> None:
     engine = ToyEngine([16])
     engine.add("a", list(range(5)))
     moved: list[int] = []
-    storage = engine.overlay._storages[0]
-    move: Callable[..., None] = storage.move
-    object.__setattr__(storage, "move", lambda s, d: (moved.append(len(s)), move(s, d)))
+    engine.overlay.observers.append(lambda source, target: moved.append(len(source)))
     step(engine, {"a": [50, 51]}, {"a": 1})
     assert moved == [5, 2]
     step(engine, {"a": [52, 53]}, {"a": 0})
@@ -198,23 +196,12 @@ def test_a_page_that_changed_owner_is_filled_in_again() -> None:
     step(engine, {"a": [51], "b": [52]}, {"a": 0, "b": 1})
 
 
-@pytest.mark.parametrize("moved", ["key", "both"])
-def test_a_mover_that_fails_is_repaired(moved: str) -> None:
+@pytest.mark.parametrize("doing", [None, first_rows(), first_rows(1), everything])
+def test_a_mover_that_fails_is_repaired(doing: Doing | None) -> None:
     engine = ToyEngine([8, 8])
     engine.add("a", [1, 2, 3])
-    storage = engine.overlay._storages[0]
-    move = storage.move
-
-    def faulty(source: torch.Tensor, target: torch.Tensor) -> None:
-        if moved == "both":
-            move(source, target)
-        else:
-            rows = engine.rows[0]
-            rows.key[:, target // 8, target % 8] = rows.key[:, source // 8, source % 8]
-        raise OSError("half way")
-
-    object.__setattr__(storage, "move", faulty)
-    step(engine, {"a": [50, 51]}, {"a": 1})
+    with fail_at(*movers(engine.overlay), call=None, error=OSError("half way"), doing=doing):
+        step(engine, {"a": [50, 51]}, {"a": 1})
     assert engine.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == 2
     assert not engine.overlay.broken
 
@@ -227,14 +214,11 @@ def test_commit_that_fails_for_good_undoes_the_edits_and_stages_no_more() -> Non
     before = engine.snapshot()
     window = engine.overlay.begin(engine.verify_batch(drafts))
     engine.forward(rows)
-    storage = engine.overlay._storages[0]
-
-    def faulty(source: torch.Tensor, target: torch.Tensor) -> None:
-        raise OSError("disk on fire")
-
-    object.__setattr__(storage, "move", faulty)
-    object.__setattr__(storage, "repair", faulty)
-    with pytest.raises(CommitError, match="disk on fire"):
+    broken = [*movers(engine.overlay), *movers(engine.overlay, plain=True)]
+    with (
+        fail_at(*broken, call=None, error=OSError("disk on fire")),
+        pytest.raises(CommitError, match="disk on fire"),
+    ):
         window.commit([1])
     assert engine.overlay.window is None
     for now, then in zip(engine.snapshot(), before, strict=True):
@@ -243,25 +227,7 @@ def test_commit_that_fails_for_good_undoes_the_edits_and_stages_no_more() -> Non
     assert engine.overlay.refused == {OverlayRefusal.OVERLAY_BROKEN: 1}
 
 
-def interrupt_moves(engine: ToyEngine, at: set[int]) -> None:
-    """A ctrl-C after half of the n-th row movement, for every n in `at`."""
-    calls = itertools.count()
-    for storage in engine.overlay._storages:
-
-        def move(
-            source: torch.Tensor,
-            target: torch.Tensor,
-            original: Callable[..., None] = storage.move,
-        ) -> None:
-            if next(calls) in at:
-                original(source[: len(source) // 2], target[: len(target) // 2])
-                raise KeyboardInterrupt
-            original(source, target)
-
-        object.__setattr__(storage, "move", move)
-
-
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [1, 2])
 def test_an_interrupted_commit_is_finished_before_the_interrupt_goes_on(at: int) -> None:
     """Two storages, interrupted in the first or in the second: all rows home, edits undone."""
     engine = ToyEngine([8, 8], share=False)
@@ -271,9 +237,12 @@ def test_an_interrupted_commit_is_finished_before_the_interrupt_goes_on(at: int)
     before = engine.snapshot()
     window = engine.overlay.begin(engine.verify_batch(drafts))
     engine.forward(rows)
-    assert len(engine.overlay._storages) > 1
-    interrupt_moves(engine, {at})
-    with pytest.raises(KeyboardInterrupt):
+    places = movers(engine.overlay)
+    assert len(places) == 2
+    with (
+        fail_at(*places, call=at, error=KeyboardInterrupt, doing=first_rows()),
+        pytest.raises(KeyboardInterrupt),
+    ):
         window.commit([2])
     assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
     engine.accept(drafts, {"a": 2}, rows)
@@ -292,8 +261,10 @@ def test_a_commit_interrupted_twice_restores_the_tables_and_stages_no_more() -> 
     before = engine.snapshot()
     window = engine.overlay.begin(engine.verify_batch(drafts))
     engine.forward(rows)
-    interrupt_moves(engine, {1, 2})
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        fail_at(*movers(engine.overlay), call={2, 3}, error=KeyboardInterrupt, doing=first_rows()),
+        pytest.raises(KeyboardInterrupt),
+    ):
         window.commit([1])
     assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
     assert not window.is_open
@@ -301,24 +272,18 @@ def test_a_commit_interrupted_twice_restores_the_tables_and_stages_no_more() -> 
     assert engine.overlay.begin(engine.verify_batch(drafts)).requests == ()
 
 
+@pytest.mark.parametrize("doing", [None, everything])
 @pytest.mark.parametrize("part", ["_fill_in", "_point", "_note"])
-def test_an_interrupted_begin_leaves_no_edit_and_no_lease(
-    monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_an_interrupted_begin_leaves_no_edit_and_no_lease(part: str, doing: Doing | None) -> None:
     engine = ToyEngine([8, 8])
     engine.add("a", [1, 2, 3])
     drafts = {"a": [50, 51]}
     engine.prepare(drafts)
     before = engine.snapshot()
-    original = getattr(engine.overlay, part)
-
-    def interrupted(*args: object) -> None:
-        monkeypatch.setattr(engine.overlay, part, original)
-        original(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.overlay, part, interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        fail_at((engine.overlay, part), error=KeyboardInterrupt, doing=doing),
+        pytest.raises(KeyboardInterrupt),
+    ):
         engine.overlay.begin(engine.verify_batch(drafts))
     assert engine.overlay.window is None
     assert engine.overlay.pages.pages_in_use == 0

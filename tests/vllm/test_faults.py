@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from nwor.errors import CommitError, NworError, SlotError
 from nwor.manager import Mode
 from nwor.metrics import FallbackReason
 from nwor.store.overlay import OverlayRefusal
+from nwor.testing import Doing, InjectedFaultError, everything, fail_at, first_rows, movers
 from nwor.vllm import reservation, seams
 from nwor.vllm.eligibility import EngineRefusal
 from nwor.vllm.startup import EngineRefusedError
@@ -30,21 +32,7 @@ def every_request_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedDrafter, "least", 1)
 
 
-def fails_at(call: int, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, raising at its n-th call."""
-    calls = 0
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise ZeroDivisionError("on purpose")
-        return method(*args, **kwargs)
-
-    return wrapped
-
-
-def break_off(llm: Engine, error: type[Exception], match: str) -> None:
+def break_off(llm: Engine, error: type[BaseException], match: str = "") -> None:
     """Run until the error; then see that the failed step left nothing behind."""
     engine = llm.llm.llm_engine
     assert llm.llm.reset_prefix_cache()
@@ -72,38 +60,31 @@ def break_off(llm: Engine, error: type[Exception], match: str) -> None:
     llm.overlay.pages.check_integrity()
 
 
+@pytest.mark.parametrize("error", [InjectedFaultError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["_model_forward", "_build_attention_metadata"])
-def test_an_exception_in_the_forward(
-    engine: Get, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_an_exception_in_the_forward(engine: Get, method: str, error: type[BaseException]) -> None:
     llm = engine(k=8)
     llm.learn(TEXTS, greedy(40))
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, method, fails_at(4, getattr(llm.runner, method)))
-        break_off(llm, ZeroDivisionError, "on purpose")
+    with fail_at((llm.runner, method), call=4, error=error):
+        break_off(llm, error)
     llm.both(TEXTS, greedy(40))
 
 
-def test_an_exception_in_sampling(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("doing", [None, everything])
+def test_an_exception_in_sampling(engine: Get, doing: Doing | None) -> None:
     llm = engine(k=8)
     llm.learn(TEXTS, greedy(40))
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "rejection_sampler", fails_at(3, llm.runner.rejection_sampler))
-        break_off(llm, ZeroDivisionError, "on purpose")
+    with fail_at((llm.runner, "rejection_sampler"), call=3, error=KeyboardInterrupt, doing=doing):
+        break_off(llm, KeyboardInterrupt)
     llm.both(TEXTS, greedy(40))
 
 
-def test_a_failing_mover_is_repaired(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_mover_is_repaired(engine: Get) -> None:
     llm = engine(k=8)
     llm.learn(TEXTS, greedy(40))
     faults = llm.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT]
-    storage = llm.overlay._storages[0]
-    move = storage.move
-    object.__setattr__(storage, "move", fails_at(5, move))
-    try:
+    with fail_at(*movers(llm.overlay), call=5, doing=first_rows()):
         llm.both(TEXTS, greedy(40))
-    finally:
-        object.__setattr__(storage, "move", move)
     assert llm.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == faults + 1
 
 
@@ -111,20 +92,53 @@ def test_a_commit_that_fails_for_good(engine: Get) -> None:
     """The error reaches the user; the tables are restored; later requests are written through."""
     llm = engine(k=8)
     stock = llm.learn(TEXTS, greedy(40))
-    storage = llm.overlay._storages[0]
-    kept = storage.move, storage.repair
-    for name, call in (("move", 2), ("repair", 1)):  # the first move fills in
-        object.__setattr__(storage, name, fails_at(call, getattr(storage, name)))
-    try:
+    with (
+        fail_at(*movers(llm.overlay), call=2),  # the first move fills in
+        fail_at(*movers(llm.overlay, plain=True), error=OSError("on purpose")),
+    ):
         break_off(llm, CommitError, "on purpose")
-    finally:
-        for name, value in zip(("move", "repair"), kept, strict=True):
-            object.__setattr__(storage, name, value)
     assert llm.overlay.broken
     staged = llm.run(TEXTS, greedy(40), Mode.STAGE)
     assert staged.tokens == stock.tokens
     assert llm.overlay.refused[OverlayRefusal.OVERLAY_BROKEN]
     llm.overlay.broken = False
+    llm.both(TEXTS, greedy(40))
+
+
+def test_an_abort_between_the_forward_and_the_commit(
+    engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are free before its rows go home; nobody has them yet, and nobody is harmed."""
+    llm = engine(k=8)
+    stock = llm.learn(TEXTS, greedy(40))
+    core = llm.llm.llm_engine
+
+    forward, calls = llm.runner._model_forward, itertools.count(1)
+
+    def abort_in_call_4(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if next(calls) == 4:
+            staged = {request.rsplit("-", 1)[0] for request in llm.overlay.window.requests}
+            assert "1" in staged
+            core.abort_request(["1"])
+        return output
+
+    assert llm.llm.reset_prefix_cache()
+    llm.runner.nwor.set_mode(Mode.STAGE)
+    for i, text in enumerate(TEXTS):
+        core.add_request(str(i), {"prompt_token_ids": text}, greedy(40))
+    tokens: dict[str, list[int]] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, "_model_forward", abort_in_call_4)
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+    llm.drain()
+    assert {name: tokens[name] for name in "02"} == {name: stock.tokens[name] for name in "02"}
+    assert len(tokens.get("1", [])) < 40
+    assert llm.overlay.pages.pages_in_use == 0
+    llm.overlay.pages.check_integrity()
     llm.both(TEXTS, greedy(40))
 
 

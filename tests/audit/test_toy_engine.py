@@ -3,7 +3,7 @@
 import pytest
 
 from audit.toy import ToyEngine, live
-from nwor.vllm.audit_rows import Kind
+from nwor.audit import Kind
 
 BUGS: dict[str, set[Kind]] = {
     "write_drafts_through": {Kind.REJECTED_IN_DURABLE},

@@ -20,7 +20,7 @@ from nwor.errors import InputError
 from nwor.manager import Mode
 from nwor.vllm import seams
 from nwor.vllm.reservation import ATTRIBUTE, Reservation, replace_blocks, reserve
-from nwor.vllm.settings import AuditLevel, Settings, read_settings
+from nwor.vllm.settings import Settings, read_settings
 
 logger = logging.getLogger("vllm.nwor")
 

@@ -200,6 +200,10 @@ class ToyEngine:
                 slots[last] = 0
             case "negative_slot":
                 slots[last] = -1
+            case "slot_outside_the_cache":
+                slots[last] = PAGES * PAGE + 5
+            case "page_outside_the_cache" if old:
+                table[old[0], 0] = PAGES + 5
             case "two_rows_in_one_slot" if last:
                 slots[last] = slots[last - 1]
             case "early_free" if len(old) > 1:

@@ -76,7 +76,8 @@ class Records:
 
     def first_read(self, computed: Ints) -> Ints:
         """Return the first position that attention sees, ``[groups, requests]``."""
-        return np.maximum(0, computed + 1 - self._windows[:, None])
+        first: Ints = np.maximum(0, computed + 1 - self._windows[:, None])
+        return first
 
     def note_pages(self, step: Step, tables: Iterable[IntArray], names: RowNames) -> None:
         """Count who uses which page; those a sliding window has left are the scheduler's again."""

@@ -166,7 +166,6 @@ class ShadowMap:
         Raises:
             InputError: not as many sources as targets, or slots that the cache does not have.
         """
-        source, target = np.asarray(source, np.int64), np.asarray(target, np.int64)
         if source.shape != target.shape or source.ndim != 1:
             raise InputError(f"rows move from {source.shape} to {target.shape}: one slot each")
         for slots in (source, target):
@@ -174,13 +173,14 @@ class ShadowMap:
                 raise InputError(
                     f"slots {slots.min()} to {slots.max()} move, there are {len(self.names.rows)}"
                 )
-        self.names.copy(source, target)
-        home = target < self.first_staging * self.page_size
+        origin, goal = source.astype(np.int64), target.astype(np.int64)
+        self.names.copy(origin, goal)
+        home = goal < self.first_staging * self.page_size
         if not home.any():
             return
-        self._moved.append((source[home], target[home]))
+        self._moved.append((origin[home], goal[home]))
         if self._phase is not _Phase.SAMPLED:
-            self.report(Kind.EARLY_COMMIT, slot=int(target[home][0]))
+            self.report(Kind.EARLY_COMMIT, slot=int(goal[home][0]))
 
     def end_step(
         self,

@@ -84,7 +84,7 @@ def checked(batch: Batch, groups: int, page_size: int, max_length: int) -> Step:
     ends = computed + scheduled
     if number and ends.max() > max_length:
         raise InputError(
-            f"request {batch.requests[ends.argmax()]} would have {ends.max()} rows, max_length is "
+            f"request {batch.requests[int(ends.argmax())]} would have {ends.max()} rows, max_length is "
             f"{max_length}"
         )
     rows = int(scheduled.sum())

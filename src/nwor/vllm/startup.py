@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nwor.audit import AuditLevel
 from nwor.errors import InputError
 from nwor.manager import Mode
 from nwor.vllm import seams

@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[2] / "docs/audit.md"
 
 def test_the_broken_engine_is_convicted() -> None:
     found = re.search(
-        r"```python\n(.*?)```\n\nprints\n\n((?:    .*\n)+)", DOCS.read_text(), re.DOTALL
+        r"```python\n(.*?)```\n\nprints\n\n((?:    [^\n]*\n)+)", DOCS.read_text(), re.DOTALL
     )
     assert found
     code, said = found.groups()

@@ -10,9 +10,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := test,lint,numba,engine,demo
+EXTRAS := test,lint,numba,triton,engine,demo
 
-.PHONY: help venv demo test test-vllm check-vllm lint format bench clean
+.PHONY: help venv demo test test-vllm test-triton check-vllm lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,19 +35,27 @@ $(VENV)/.installed: pyproject.toml requirements/constraints.txt
 demo: venv
 	$(BIN)/python -m nwor.demo
 
-# vLLM changes process-wide state: its tests run in a process of their own.
+# vLLM and Triton's interpreter change process-wide state: their tests run in processes of their own.
 test: venv
-	$(BIN)/python -m pytest --ignore=tests/vllm
+	$(BIN)/python -m pytest --ignore=tests/vllm --ignore=tests/triton
+	$(MAKE) --no-print-directory test-triton
 	$(MAKE) --no-print-directory test-vllm
+
+test-triton: venv
+	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))'; \
+	then $(BIN)/python -m pytest tests/triton; \
+	else echo "==> skipped tests/triton: triton is not installed"; fi
 
 test-vllm: venv
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("vllm"))'; \
 	then $(BIN)/python -m pytest tests/vllm; \
 	else echo "==> skipped tests/vllm: vLLM is not installed"; fi
 
-# Does a vLLM that is not installed have the symbols nwor relies on? WHEEL=path of its wheel.
+# Does a vLLM that is not installed have the symbols nwor relies on? The newest one on pip's index,
+# or VERSION=release of it, or WHEEL=path of a wheel.
 check-vllm: venv
-	$(BIN)/python -m nwor.vllm.check_wheel --wheel "$(WHEEL)"
+	$(BIN)/python -m nwor.vllm.check_wheel \
+	  $(if $(WHEEL),--wheel "$(WHEEL)",$(if $(VERSION),--version "$(VERSION)"))
 
 lint: venv
 	$(BIN)/ruff format --check

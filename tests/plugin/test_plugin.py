@@ -192,7 +192,7 @@ def test_symbols_that_are_not_as_the_ledger_says(
 
 
 def test_a_symbol_is_wrapped_once(module: Any) -> None:
-    seam = seams.Seam("enginelike", "start", ("config", "size"), "a test")
+    seam = seams.Seam("enginelike", "start", ("config", "size"), "a test", strict=True)
 
     def make(original: Any) -> Any:
         return lambda config, size: original(config, size + 1)
@@ -204,7 +204,7 @@ def test_a_symbol_is_wrapped_once(module: Any) -> None:
 
 
 def test_a_method_is_wrapped_on_the_instance_alone(module: Any) -> None:
-    seam = seams.Seam("enginelike", "Runner.step", ("batch",), "a test", hot=True)
+    seam = seams.Seam("enginelike", "Runner.step", ("batch",), "a test", hot=True, strict=True)
     one, other = module.Runner(), module.Runner()
     seams.wrap_method(one, seam, lambda original: lambda batch: original(batch) * 2)
     assert (one.step(2), other.step(2)) == (4, 2)

@@ -28,11 +28,11 @@ Move = Callable[[Tensor, Tensor], None]
 Binder = Callable[[KVRows, KVRows], Move]
 """``bind(src, dst)`` returns a `Move`, or raises `TensorMismatchError` if their rows differ."""
 
-MOVERS = ("torch", "numba")
+MOVERS = ("torch", "numba", "triton")
 
 
 def get_mover(name: str) -> Binder:
-    """Return the mover called `name`: ``torch``, or ``numba`` (CPU; extra ``nwor[numba]``).
+    """Return the mover called `name`: ``torch``, ``numba`` (CPU) or ``triton`` (GPU), extras of nwor.
 
     Raises:
         InputError: no such mover, or its package is not installed.
@@ -45,6 +45,12 @@ def get_mover(name: str) -> Binder:
         except ImportError as error:
             raise InputError("mover 'numba' needs numba: pip install 'nwor[numba]'") from error
         return bind_numba
+    if name == "triton":
+        try:
+            from nwor.store.triton_rows import bind_triton  # noqa: PLC0415 - an optional dependency
+        except ImportError as error:
+            raise InputError("mover 'triton' needs triton: pip install 'nwor[triton]'") from error
+        return bind_triton
     raise InputError(f"unknown mover {name!r}; known movers: {', '.join(MOVERS)}")
 
 

@@ -116,9 +116,9 @@ class RunnerAudit:
         """Put the hooks on the runner, and on nwor's row movers if it has any."""
 
         def update(original: Callable[..., Any]) -> Callable[..., Any]:
-            def _update_states(scheduler_output: Any) -> Any:  # noqa: ANN401
+            def _update_states(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
                 self.begin(scheduler_output)
-                return original(scheduler_output)
+                return original(scheduler_output, *args, **kwargs)
 
             return _update_states
 
@@ -131,9 +131,13 @@ class RunnerAudit:
             return _build_attention_metadata
 
         def after(original: Callable[..., Any]) -> Callable[..., Any]:
-            def _update_states_after_model_execute(tokens: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
-                self.after_sampling(tokens)
-                return original(tokens, scheduler_output)
+            def _update_states_after_model_execute(
+                output_token_ids: Any,  # noqa: ANN401
+                *args: Any,  # noqa: ANN401
+                **kwargs: Any,  # noqa: ANN401
+            ) -> Any:  # noqa: ANN401
+                self.after_sampling(output_token_ids)
+                return original(output_token_ids, *args, **kwargs)
 
             return _update_states_after_model_execute
 

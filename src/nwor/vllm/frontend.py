@@ -135,17 +135,19 @@ def hook_manager(manager: Any, config: Any) -> None:  # noqa: ANN401 - StatLogge
             iteration_stats: Any,  # noqa: ANN401
             mm_cache_stats: Any = None,  # noqa: ANN401
             engine_idx: int | None = None,
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
         ) -> None:
             sample = take_sample(scheduler_stats)
-            original(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+            original(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx, *args, **kwargs)
             if sample is not None:
                 front_end.record(sample, engine_idx or 0)
 
         return record
 
-    def make_log(original: Callable[[], None]) -> Callable[[], None]:
-        def log() -> None:
-            original()
+    def make_log(original: Callable[..., None]) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            original(*args, **kwargs)
             front_end.log()
 
         return log

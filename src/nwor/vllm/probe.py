@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nwor.errors import LayoutError
 from nwor.layout import KVRows, Layout
+from nwor.vllm import seams
 
 Writer = Callable[[Tensor, Tensor, Tensor], None]
 """``write(key, value, slots)``: key and value ``[rows, heads, dim]``, slots int64 ``[rows]``."""
@@ -91,12 +92,11 @@ def probe_cpu_layout(
         LayoutError: a row is not where the view says.
     """
     from vllm import _custom_ops as ops  # noqa: PLC0415 - only where vLLM is
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
 
     fp8 = cache_dtype.startswith("fp8")
     cache = torch.zeros((3, heads, page_size, 2 * dim), dtype=torch.uint8 if fp8 else dtype)
     key_cache, value_cache = cache.view(3, heads, 2 * page_size, dim).chunk(2, dim=2)
-    isa = _get_attn_isa(dtype, page_size, dim, cache_dtype)
+    isa = seams.resolve(seams.CPU_ATTENTION_ISA)(dtype, page_size, dim, cache_dtype)
 
     def write(key: Tensor, value: Tensor, slots: Tensor) -> None:
         ops.cpu_attn_reshape_and_cache(

@@ -169,8 +169,13 @@ class RunnerWindows:
         return execute_model
 
     def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:  # noqa: ANN401
-            prepared = original(scheduler_output, num_scheduled_tokens)
+        def _prepare_inputs(
+            scheduler_output: Any,  # noqa: ANN401
+            num_scheduled_tokens: Any,  # noqa: ANN401
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
+        ) -> Any:  # noqa: ANN401
+            prepared = original(scheduler_output, num_scheduled_tokens, *args, **kwargs)
             if scheduler_output.scheduled_spec_decode_tokens:
                 self.begin(
                     scheduler_output.scheduled_spec_decode_tokens,
@@ -182,8 +187,13 @@ class RunnerWindows:
         return _prepare_inputs
 
     def _sample(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def _sample(logits: Any, spec_decode_metadata: Any) -> Any:  # noqa: ANN401
-            sampled = original(logits, spec_decode_metadata)
+        def _sample(
+            logits: Any,  # noqa: ANN401
+            spec_decode_metadata: Any,  # noqa: ANN401
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
+        ) -> Any:  # noqa: ANN401
+            sampled = original(logits, spec_decode_metadata, *args, **kwargs)
             if self._window is not None:
                 self.commit(sampled.sampled_token_ids)
             return sampled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -20,6 +20,8 @@ CHECKED_VERSIONS = ("0.32.0",)
 """vLLM releases whose symbols were read and whose engine runs nwor's test suite."""
 
 MARK = "__nwor_wrapped__"
+
+VARIADIC = frozenset({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
 class SeamError(NworError):
@@ -36,6 +38,8 @@ class Seam:
         parameters: names it must take, in this order, without ``self``; it may take more.
         why: what nwor needs it for.
         hot: it runs in every step, so it is wrapped on staging engines only, on the instance.
+        strict: nothing of ours passes on further arguments, so a release in which the symbol
+            *requires* more is refused. All wrappers we have pass on what they do not know.
     """
 
     module: str
@@ -43,6 +47,7 @@ class Seam:
     parameters: tuple[str, ...]
     why: str
     hot: bool = False
+    strict: bool = False
 
     @property
     def path(self) -> str:
@@ -52,6 +57,7 @@ class Seam:
 
 CORE = "vllm.v1.engine.core"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
+CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 LOGGERS = "vllm.v1.metrics.loggers"
 
@@ -66,6 +72,13 @@ SCHEDULER_CONFIG = Seam(
     "generate_scheduler_kv_cache_config",
     ("kv_cache_configs",),
     "hide the staging pages from the scheduler: it sees a smaller num_blocks",
+)
+MAX_CONCURRENCY = Seam(
+    CACHE_UTILS,
+    "get_max_concurrency_for_kv_cache_config",
+    ("vllm_config", "kv_cache_config"),
+    "called: does a request of maximum length still fit beside the staging pages?",
+    strict=True,
 )
 SCHEDULER_INIT = Seam(
     SCHEDULER, "Scheduler.__init__", ("vllm_config", "kv_cache_config"), "find staging schedulers"
@@ -147,6 +160,7 @@ LOG = Seam(LOGGERS, "StatLoggerManager.log", (), "print nwor's line after vLLM's
 SEAMS = (
     CACHE_CONFIGS,
     SCHEDULER_CONFIG,
+    MAX_CONCURRENCY,
     SCHEDULER_INIT,
     UPDATE,
     RUNNER_CACHE,
@@ -162,10 +176,19 @@ SEAMS = (
     LOG,
 )
 
+CPU_ATTENTION_ISA = Seam(
+    "vllm.v1.attention.backends.cpu_attn",
+    "_get_attn_isa",
+    ("dtype", "block_size", "head_size", "kv_cache_dtype"),
+    "called: which stock writer a layout probe without an engine must use",
+    strict=True,
+)
+"""Not in `SEAMS`: it exists for CPUs only, and only `nwor doctor` needs it."""
+
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
 V2_SEAMS = tuple(
-    Seam(RUNNER_V2, f"GPUModelRunner.{name}", parameters, why, hot=True)
+    Seam(RUNNER_V2, f"GPUModelRunner.{name}", parameters, why, hot=True, strict=True)
     for name, parameters, why in (
         (
             "add_requests",
@@ -185,7 +208,29 @@ V2_SEAMS = tuple(
         ),
     )
 )
-"""Where windows of the V2 runner will begin and end. Checked by `check_wheel`; not wrapped yet."""
+"""Where windows of the V2 runner will begin and end. Checked by `check_wheel`; not wrapped yet,
+so strict: what a release requires beyond these, nobody has read."""
+
+LEDGER = (*SEAMS, CPU_ATTENTION_ISA, *V2_SEAMS)
+"""Everything of vLLM that nwor relies on."""
+
+
+def check_parameters(seam: Seam, names: Sequence[str], required: Iterable[str]) -> None:
+    """Compare a function's parameters with the ledger.
+
+    Args:
+        seam: the ledger's entry.
+        names: all parameters, in order, without ``self``.
+        required: those of them without a default value.
+
+    Raises:
+        SeamError: they begin otherwise, or the seam is strict and more is required.
+    """
+    if tuple(names[: len(seam.parameters)]) != seam.parameters:
+        raise SeamError(f"{seam.path} takes {list(names)}, expected {list(seam.parameters)} first")
+    more = [name for name in required if name not in seam.parameters]
+    if seam.strict and more:
+        raise SeamError(f"{seam.path} also requires {more}, which nwor does not pass on")
 
 
 def resolve(seam: Seam) -> Callable[..., Any]:
@@ -203,11 +248,15 @@ def resolve(seam: Seam) -> Callable[..., Any]:
         raise SeamError(f"{seam.path} does not exist: {error}") from error
     if not callable(found):
         raise SeamError(f"{seam.path} is not callable but {type(found).__name__}")
-    names = [name for name in inspect.signature(found).parameters if name != "self"]
-    if tuple(names[: len(seam.parameters)]) != seam.parameters:
-        raise SeamError(f"{seam.path} takes {names}, expected {list(seam.parameters)} first")
+    parameters = inspect.signature(found).parameters
+    names = [name for name in parameters if name != "self"]
+    check_parameters(seam, names, [name for name in names if _is_required(parameters[name])])
     symbol: Callable[..., Any] = found
     return symbol
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in VARIADIC
 
 
 def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, str]:
@@ -230,8 +279,7 @@ def wrap_symbol(seam: Seam, make: Callable[[Callable[..., Any]], Callable[..., A
     original = resolve(seam)
     if hasattr(original, MARK):
         return
-    wrapped = wraps(original)(make(original))
-    setattr(wrapped, MARK, original)
+    wrapped = _wrapped(seam, make, original)
     owner: Any = importlib.import_module(seam.module)
     *path, name = seam.name.split(".")
     for part in path:
@@ -249,9 +297,20 @@ def wrap_method(
     original = getattr(instance, name)
     if hasattr(original, MARK):
         raise SeamError(f"{seam.path} of this instance is wrapped already")
-    wrapped = wraps(original)(make(original))
+    setattr(instance, name, _wrapped(seam, make, original))
+
+
+def _wrapped(
+    seam: Seam,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    made = make(original)
+    kinds = {parameter.kind for parameter in inspect.signature(made).parameters.values()}
+    assert seam.strict or kinds >= VARIADIC, f"{seam.path}: the wrapper drops arguments"  # noqa: S101
+    wrapped = wraps(original)(made)
     setattr(wrapped, MARK, original)
-    setattr(instance, name, wrapped)
+    return wrapped
 
 
 def unwrap_method(instance: Any, seam: Seam) -> None:  # noqa: ANN401 - as above

@@ -57,8 +57,12 @@ def hook_core() -> None:
         return get_kv_cache_configs
 
     def make_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
-        def generate_scheduler_kv_cache_config(kv_cache_configs: Any) -> Any:  # noqa: ANN401
-            config = original(kv_cache_configs)
+        def generate_scheduler_kv_cache_config(
+            kv_cache_configs: Any,  # noqa: ANN401
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
+        ) -> Any:  # noqa: ANN401
+            config = original(kv_cache_configs, *args, **kwargs)
             reservation = reservation_of(kv_cache_configs[0])
             if reservation is None:
                 return config
@@ -73,11 +77,7 @@ def hook_core() -> None:
 
 
 def _attach(settings: Settings, config: Any, caches: Sequence[Any]) -> None:  # noqa: ANN401
-    from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415 - only where vLLM runs
-        get_max_concurrency_for_kv_cache_config,
-    )
-
-    reservation = reserve(settings, config, caches[0], get_max_concurrency_for_kv_cache_config)
+    reservation = reserve(settings, config, caches[0], seams.resolve(seams.MAX_CONCURRENCY))
     if reservation.refusals and settings.strict:
         reasons = "; ".join(map(str, reservation.refusals))
         raise EngineRefusedError(f"NWOR_STRICT=1 and nwor cannot serve this engine: {reasons}")
@@ -128,9 +128,10 @@ def hook_runner() -> None:
             self: Any,  # noqa: ANN401
             kv_cache_config: Any,  # noqa: ANN401
             is_profiling: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
+            *args: Any,  # noqa: ANN401
             **kwargs: Any,  # noqa: ANN401
         ) -> None:
-            original(self, kv_cache_config, is_profiling, **kwargs)
+            original(self, kv_cache_config, is_profiling, *args, **kwargs)
             reservation = reservation_of(kv_cache_config)
             if reservation is None or is_profiling:
                 return

@@ -89,8 +89,13 @@ def hook_update(scheduler: Any, reservation: Reservation) -> None:  # noqa: ANN4
         merge(pending, {"fallbacks": {refusal.reason.value: 1}})
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401
-            outputs = original(scheduler_output, model_runner_output)
+        def update_from_output(
+            scheduler_output: Any,  # noqa: ANN401
+            model_runner_output: Any,  # noqa: ANN401
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
+        ) -> Any:  # noqa: ANN401
+            outputs = original(scheduler_output, model_runner_output, *args, **kwargs)
             sample = getattr(model_runner_output, ATTRIBUTE, None)
             if sample:
                 merge(pending, sample)

@@ -1,0 +1,24 @@
+"""Kernels under Triton's interpreter. A pytest process of its own: the switch holds for the process.
+
+pytest tests/triton
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+MISSING = "triton is not installed: pip install 'nwor[triton]'"
+
+if "triton" in sys.modules:
+    raise pytest.UsageError("tests/triton needs a process of its own: triton is already imported")
+os.environ["TRITON_INTERPRET"] = "1"
+
+collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+
+
+def pytest_report_header() -> str:
+    return "triton: interpreted" if find_spec("triton") else f"tests/triton skipped: {MISSING}"

@@ -9,9 +9,7 @@ import pytest
 import torch
 from toy_engine import ToyEngine, step
 
-from nwor.errors import (
-    CommitError,
-)
+from nwor.errors import CommitError
 from nwor.metrics import FallbackReason
 from nwor.store.overlay import OverlayRefusal
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from harness import Engine, greedy, prompts
 
+from nwor.audit import Findings, Kind
 from nwor.manager import Mode
 from nwor.store import overlay_effects
 from nwor.store.overlay_effects import OverlayEffects
 from nwor.store.overlay_window import OverlayWindow
 from nwor.store.staging import StagingPages
-from nwor.vllm.audit import RunnerAudit
-from nwor.vllm.audit_rows import Findings, Kind
+from nwor.vllm.audit import RunnerAudit, audit_of
 
 Get = Callable[..., Engine]
 Patch = pytest.MonkeyPatch
@@ -179,7 +179,8 @@ def test_caught(engine: Get, monkeypatch: Patch, mutant: Callable[[Patch, Engine
     llm = engine(k=8)
     llm.learn(TEXTS, greedy(48))
     llm.drain()
-    audit: RunnerAudit = llm.runner.nwor_audit
+    audit = audit_of(llm.runner)
+    assert audit is not None
     with monkeypatch.context() as patch:
         mutant(patch, llm)
         found = run(llm, audit)

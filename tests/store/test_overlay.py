@@ -10,40 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyEngine
+from toy_engine import ToyEngine, step
 
-from nwor.errors import (
-    AcceptanceError,
-    CommitError,
-    InputError,
-    LayoutError,
-    RowCountError,
-    SlotError,
-    StaleWindowError,
-    WindowOpenError,
-)
-from nwor.layout import KVRows
-from nwor.metrics import FallbackReason
-from nwor.store.overlay import Overlay, OverlayRefusal
-from nwor.store.paged import OverlayGroup, VerifyBatch
-from nwor.store.staging import StagingPages
-
-
-def step(
-    engine: ToyEngine, drafts: dict[str, list[int]], accepted: dict[str, int], extra: int = 0
-) -> None:
-    """One verify step, audited: tables restored, durable store exact."""
-    rows = engine.prepare(drafts, extra)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    for name in (n for n in engine.query if drafts[n] and n not in window.requests):
-        engine.written_through(name, rows)
-    window.commit([accepted[name] for name in window.requests])
-    for now, then in zip(engine.snapshot(), before, strict=True):
-        assert torch.equal(now, then)
-    engine.accept(drafts, accepted, rows)
-    engine.audit()
+from nwor.store.overlay import OverlayRefusal
 
 
 @pytest.mark.parametrize(("mover", "loops"), [("torch", "python"), ("numba", "numba")])
@@ -137,7 +106,7 @@ def test_steady_state_copies_nothing_into_staging_pages() -> None:
     engine = ToyEngine([16])
     engine.add("a", list(range(5)))
     moved: list[int] = []
-    storage = engine.overlay._storages[0]
+    storage = engine.overlay.effects.storages[0]
     move: Callable[..., None] = storage.move
     object.__setattr__(storage, "move", lambda s, d: (moved.append(len(s)), move(s, d)))
     step(engine, {"a": [50, 51]}, {"a": 1})
@@ -198,135 +167,6 @@ def test_a_page_that_changed_owner_is_filled_in_again() -> None:
     step(engine, {"a": [51], "b": [52]}, {"a": 0, "b": 1})
 
 
-@pytest.mark.parametrize("moved", ["key", "both"])
-def test_a_mover_that_fails_is_repaired(moved: str) -> None:
-    engine = ToyEngine([8, 8])
-    engine.add("a", [1, 2, 3])
-    storage = engine.overlay._storages[0]
-    move = storage.move
-
-    def faulty(source: torch.Tensor, target: torch.Tensor) -> None:
-        if moved == "both":
-            move(source, target)
-        else:
-            rows = engine.rows[0]
-            rows.key[:, target // 8, target % 8] = rows.key[:, source // 8, source % 8]
-        raise OSError("half way")
-
-    object.__setattr__(storage, "move", faulty)
-    step(engine, {"a": [50, 51]}, {"a": 1})
-    assert engine.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == 2
-    assert not engine.overlay.broken
-
-
-def test_commit_that_fails_for_good_undoes_the_edits_and_stages_no_more() -> None:
-    engine = ToyEngine([8])
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50]}
-    rows = engine.prepare(drafts)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    storage = engine.overlay._storages[0]
-
-    def faulty(source: torch.Tensor, target: torch.Tensor) -> None:
-        raise OSError("disk on fire")
-
-    object.__setattr__(storage, "move", faulty)
-    object.__setattr__(storage, "repair", faulty)
-    with pytest.raises(CommitError, match="disk on fire"):
-        window.commit([1])
-    assert engine.overlay.window is None
-    for now, then in zip(engine.snapshot(), before, strict=True):
-        assert torch.equal(now, then)
-    assert engine.overlay.begin(engine.verify_batch(drafts)).requests == ()
-    assert engine.overlay.refused == {OverlayRefusal.OVERLAY_BROKEN: 1}
-
-
-def interrupt_moves(engine: ToyEngine, at: set[int]) -> None:
-    """A ctrl-C after half of the n-th row movement, for every n in `at`."""
-    calls = itertools.count()
-    for storage in engine.overlay._storages:
-
-        def move(
-            source: torch.Tensor,
-            target: torch.Tensor,
-            original: Callable[..., None] = storage.move,
-        ) -> None:
-            if next(calls) in at:
-                original(source[: len(source) // 2], target[: len(target) // 2])
-                raise KeyboardInterrupt
-            original(source, target)
-
-        object.__setattr__(storage, "move", move)
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_an_interrupted_commit_is_finished_before_the_interrupt_goes_on(at: int) -> None:
-    """Two storages, interrupted in the first or in the second: all rows home, edits undone."""
-    engine = ToyEngine([8, 8], share=False)
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50, 51, 52]}
-    rows = engine.prepare(drafts)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    assert len(engine.overlay._storages) > 1
-    interrupt_moves(engine, {at})
-    with pytest.raises(KeyboardInterrupt):
-        window.commit([2])
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    engine.accept(drafts, {"a": 2}, rows)
-    engine.audit()
-    assert not window.is_open
-    assert not engine.overlay.broken
-    assert engine.overlay.metrics.committed == 2
-    step(engine, {"a": [60, 61]}, {"a": 1})
-
-
-def test_a_commit_interrupted_twice_restores_the_tables_and_stages_no_more() -> None:
-    engine = ToyEngine([8, 8], share=False)
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50]}
-    rows = engine.prepare(drafts)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    interrupt_moves(engine, {1, 2})
-    with pytest.raises(KeyboardInterrupt):
-        window.commit([1])
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    assert not window.is_open
-    assert engine.overlay.broken
-    assert engine.overlay.begin(engine.verify_batch(drafts)).requests == ()
-
-
-@pytest.mark.parametrize("part", ["_fill_in", "_point", "_note"])
-def test_an_interrupted_begin_leaves_no_edit_and_no_lease(
-    monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    engine = ToyEngine([8, 8])
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50, 51]}
-    engine.prepare(drafts)
-    before = engine.snapshot()
-    original = getattr(engine.overlay, part)
-
-    def interrupted(*args: object) -> None:
-        monkeypatch.setattr(engine.overlay, part, original)
-        original(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.overlay, part, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.overlay.begin(engine.verify_batch(drafts))
-    assert engine.overlay.window is None
-    assert engine.overlay.pages.pages_in_use == 0
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    engine.audit()
-    step(engine, drafts, {"a": 1})
-
-
 def test_metrics_reconcile() -> None:
     engine = ToyEngine([8, 8], layers=3)
     for name in "ab":
@@ -358,130 +198,6 @@ def test_a_rehearsal_leaves_no_trace(loops: str) -> None:
     assert engine.overlay.metrics.windows == 0
     engine.add("a", [1, 2, 3])
     step(engine, {"a": [50, 51]}, {"a": 1})
-
-
-# -- bad input: a typed error, and nothing has changed ---------------------------------------------
-
-
-def open_window(engine: ToyEngine) -> None:
-    engine.prepare({"a": [50]})
-    engine.overlay.begin(engine.verify_batch({"a": [50]}))
-
-
-@pytest.fixture
-def engine() -> ToyEngine:
-    toy = ToyEngine([8])
-    toy.add("a", [1, 2, 3])
-    return toy
-
-
-@pytest.mark.parametrize("accepted", [[], [1, 1], [-1], [2]])
-def test_wrong_counts_leave_the_window_open(engine: ToyEngine, accepted: list[int]) -> None:
-    open_window(engine)
-    window = engine.overlay.window
-    assert window is not None
-    with pytest.raises(AcceptanceError):
-        window.commit(accepted)
-    engine.audit()
-    assert window.is_open
-    window.commit([0])
-
-
-def test_second_begin_release_of_a_member_and_late_close_are_refused(engine: ToyEngine) -> None:
-    open_window(engine)
-    window = engine.overlay.window
-    assert window is not None
-    with pytest.raises(WindowOpenError):
-        engine.overlay.begin(engine.verify_batch({"a": [50]}))
-    with pytest.raises(WindowOpenError, match="'a'"):
-        engine.overlay.release("a")
-    window.abort()
-    for late in (window.abort, lambda: window.commit([0])):
-        with pytest.raises(StaleWindowError):
-            late()
-    engine.overlay.release("a")
-    engine.overlay.release("never seen")
-
-
-def test_a_mapping_that_contradicts_the_table_is_refused(engine: ToyEngine) -> None:
-    engine.prepare({"a": [50]})
-    engine.slots[0][1] += 1
-    before = engine.snapshot()
-    with pytest.raises(SlotError, match="contradicts the block table"):
-        engine.overlay.begin(engine.verify_batch({"a": [50]}))
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    engine.audit()
-
-
-def test_a_table_that_names_a_staging_page_is_refused(engine: ToyEngine) -> None:
-    """An engine whose allocator hands out our pages would overwrite staged rows."""
-    engine.prepare({"a": [50]})
-    engine.tables[0][0, 0] = engine.first_staging
-    engine.slots[0][:2] = torch.tensor([3, 4]) + engine.first_staging * 8
-    with pytest.raises(SlotError, match="durable pages are"):
-        engine.overlay.begin(engine.verify_batch({"a": [50]}))
-
-
-def numbers(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"table_rows": numbers(99)}, "block table"),
-        ({"first_rows": numbers(255)}, "slot mapping"),
-        ({"computed": numbers(10_000)}, "block table"),
-    ],
-)
-def test_places_outside_the_buffers_are_refused(
-    engine: ToyEngine, change: dict[str, np.ndarray], match: str
-) -> None:
-    engine.prepare({"a": [50]})
-    good = engine.verify_batch({"a": [50]})
-    fields = {name: getattr(good, name) for name in VerifyBatch.__slots__} | change
-    with pytest.raises(RowCountError, match=match):
-        engine.overlay.begin(VerifyBatch(**fields))
-    assert engine.overlay.window is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_drafts": numbers(0)},
-        {"query_lens": numbers(1)},
-        {"computed": numbers(-1)},
-        {"num_drafts": numbers(1, 1)},
-    ],
-)
-def test_batches_that_contradict_themselves_are_refused(change: dict[str, np.ndarray]) -> None:
-    fields = {
-        "requests": ["a"],
-        "table_rows": numbers(0),
-        "first_rows": numbers(0),
-        "computed": numbers(3),
-        "query_lens": numbers(2),
-        "num_drafts": numbers(1),
-    }
-    with pytest.raises(RowCountError):
-        VerifyBatch(**{**fields, **change})  # type: ignore[arg-type]
-
-
-def test_construction_is_checked(engine: ToyEngine) -> None:
-    group = engine.overlay.groups[0]
-    with pytest.raises(InputError, match="at least one"):
-        Overlay([], first_page=1, num_leases=1)
-    with pytest.raises(LayoutError, match="staging needs pages"):
-        Overlay([group], first_page=engine.first_staging, num_leases=99)
-    with pytest.raises(InputError, match="num_leases"):
-        StagingPages(first_page=0, num_leases=0, num_groups=1)
-    with pytest.raises(LayoutError, match="int32"):
-        OverlayGroup(group.table.long(), group.slots, group.rows)
-    with pytest.raises(LayoutError, match="expected table"):
-        OverlayGroup(group.table[0], group.slots, group.rows)
-    small = KVRows.allocate(layers=1, pages=1, page_size=2, heads=1, dim=1, dtype=torch.int32)
-    with pytest.raises(LayoutError, match="same page size"):
-        OverlayGroup(group.table, group.slots, (group.rows[0], small))
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])

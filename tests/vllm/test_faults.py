@@ -97,7 +97,7 @@ def test_a_failing_mover_is_repaired(engine: Get, monkeypatch: pytest.MonkeyPatc
     llm = engine(k=8)
     llm.learn(TEXTS, greedy(40))
     faults = llm.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT]
-    storage = llm.overlay._storages[0]
+    storage = llm.overlay.effects.storages[0]
     move = storage.move
     object.__setattr__(storage, "move", fails_at(5, move))
     try:
@@ -111,7 +111,7 @@ def test_a_commit_that_fails_for_good(engine: Get) -> None:
     """The error reaches the user; the tables are restored; later requests are written through."""
     llm = engine(k=8)
     stock = llm.learn(TEXTS, greedy(40))
-    storage = llm.overlay._storages[0]
+    storage = llm.overlay.effects.storages[0]
     kept = storage.move, storage.repair
     for name, call in (("move", 2), ("repair", 1)):  # the first move fills in
         object.__setattr__(storage, name, fails_at(call, getattr(storage, name)))
@@ -120,11 +120,11 @@ def test_a_commit_that_fails_for_good(engine: Get) -> None:
     finally:
         for name, value in zip(("move", "repair"), kept, strict=True):
             object.__setattr__(storage, name, value)
-    assert llm.overlay.broken
+    assert llm.overlay.effects.broken
     staged = llm.run(TEXTS, greedy(40), Mode.STAGE)
     assert staged.tokens == stock.tokens
     assert llm.overlay.refused[OverlayRefusal.OVERLAY_BROKEN]
-    llm.overlay.broken = False
+    llm.overlay.effects.broken = False
     llm.both(TEXTS, greedy(40))
 
 

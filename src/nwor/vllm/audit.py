@@ -121,7 +121,7 @@ class RunnerAudit:
         self._runner.rejection_sampler.register_forward_hook(self._on_sampled)
         overlay = self._overlay()
         if overlay is not None:
-            overlay.observers.append(self.on_move)
+            overlay.effects.observers.append(self.on_move)
 
     def _overlay(self) -> Any:  # noqa: ANN401 - Overlay or None
         return getattr(getattr(self._runner, "nwor", None), "overlay", None)

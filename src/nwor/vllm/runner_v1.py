@@ -31,7 +31,8 @@ from nwor.errors import CommitError, LayoutError, NworError, StageError
 from nwor.layout import KVRows
 from nwor.manager import Mode
 from nwor.metrics import FallbackReason, Metrics, Written
-from nwor.store.overlay import Overlay, OverlayWindow
+from nwor.store.overlay import Overlay
+from nwor.store.overlay_window import OverlayWindow
 from nwor.store.paged import VerifyBatch
 from nwor.vllm import seams
 from nwor.vllm.audit import audit_of

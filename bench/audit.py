@@ -27,7 +27,8 @@ os.environ["NWOR_AUDIT"] = "metadata"
 from vllm import SamplingParams
 
 from common import write_json
-from nwor.vllm.settings import AuditLevel
+from nwor.audit import AuditLevel
+from nwor.vllm.audit import audit_of
 from vllm_modes import SEEDS, engine
 
 
@@ -76,7 +77,7 @@ def measure(
 ) -> dict[str, Any]:
     """One run of all prompts at one level; decode steps only."""
     core = llm.llm_engine.engine_core.engine_core
-    audit = core.model_executor.driver_worker.worker.model_runner.nwor_audit
+    audit: Any = audit_of(core.model_executor.driver_worker.worker.model_runner)
     llm.llm_engine.step()  # tells the worker that all requests of the last run have finished
     llm.reset_prefix_cache()
     audit.watch(level)
@@ -124,7 +125,7 @@ def main() -> None:
         for i in range(requests)
     ]
     core = llm.llm_engine.engine_core.engine_core
-    timer = Timer(core.model_executor.driver_worker.worker.model_runner.nwor_audit)
+    timer = Timer(audit_of(core.model_executor.driver_worker.worker.model_runner))
     levels = list(AuditLevel)
     runs: dict[str, list[dict[str, Any]]] = {level.value: [] for level in levels}
     reference = measure(llm, prompts, args.tokens, AuditLevel.METADATA, timer)["tokens"]

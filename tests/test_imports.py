@@ -47,6 +47,28 @@ except ImportError as error:
     ]
 
 
+def test_the_shadow_map_needs_numpy_alone() -> None:
+    """In a fresh process in which engines, compilers and even torch cannot be imported."""
+    program = f"""
+import importlib.util, sys, types
+for name in {(*FORBIDDEN, "torch")!r}:
+    sys.modules[name] = None
+nwor = sys.modules["nwor"] = types.ModuleType("nwor")  # nwor itself imports torch
+nwor.__path__ = [{str(SOURCE)!r}]
+from nwor.audit import ShadowMap
+print(ShadowMap(num_pages=8, page_size=4, max_requests=2, max_length=9).findings.steps)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_the_audit_imports_no_engine() -> None:
+    for file in (SOURCE / "audit").glob("*.py"):
+        assert core_imports(file) <= {"audit", "errors", "layout"}, file.name
+
+
 def core_imports(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):

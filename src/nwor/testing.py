@@ -240,7 +240,7 @@ def movers(store: TransactionalCache | Overlay, *, plain: bool = False) -> list[
         plain: the movers that finish what a mover failed at, instead.
     """
     if isinstance(store, Overlay):
-        return [(storage, "repair" if plain else "move") for storage in store._storages]  # noqa: SLF001
+        return [(storage, "repair" if plain else "move") for storage in store.effects.storages]
     if plain:
         return [(reference, "move_rows")]
     return [(group, "move") for group in store._groups.values()]  # noqa: SLF001

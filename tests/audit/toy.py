@@ -1,21 +1,17 @@
 """A paged engine that is nothing but metadata: tables, slot mappings, lengths. No K, no V.
 
-It drives `RunnerAudit` through the attributes of vLLM's runner that the audit reads. Drafts go to
-private staging pages and accepted rows are copied home, in the plainest way. `bug` names one thing
-that it gets wrong.
+It drives `ShadowMap` as any engine can. Drafts go to private staging pages and accepted rows are
+copied home, in the plainest way. `bug` names one thing that it gets wrong.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
-import torch
 
-from nwor.vllm.audit import RunnerAudit
-from nwor.vllm.settings import AuditLevel
+from nwor.audit import Batch, ShadowMap
 
 PAGE, PAGES, FIRST_STAGING, REQUESTS, LONGEST = 4, 288, 256, 6, 60
 WINDOWS = (None, 8)  # two groups: full attention and a sliding window
@@ -34,25 +30,17 @@ class ToyEngine:
         self.free = list(range(1, FIRST_STAGING))
         self.requests: dict[str, Request] = {}
         self.gone: set[str] = set()
-        self.tables = [
-            torch.zeros(REQUESTS, LONGEST // PAGE + 2, dtype=torch.int32) for _ in WINDOWS
-        ]
-        self.slots = [torch.full((256,), -1) for _ in WINDOWS]
-        specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=w)) for w in WINDOWS]
-        self.runner = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(num_blocks=PAGES, kv_cache_groups=specs),
-            max_num_reqs=REQUESTS,
-            max_model_len=LONGEST,
-            input_batch=SimpleNamespace(
-                req_ids=[], num_computed_tokens_cpu=np.zeros(REQUESTS, np.int64)
-            ),
-            discard_request_mask=SimpleNamespace(np=np.zeros(REQUESTS, np.bool_)),
+        self.tables = [np.zeros((REQUESTS, LONGEST // PAGE + 2), np.int32) for _ in WINDOWS]
+        self.slots = [np.full(256, -1) for _ in WINDOWS]
+        self.computed = np.zeros(REQUESTS, np.int64)
+        self.audit = ShadowMap(
+            num_pages=PAGES,
+            page_size=PAGE,
+            windows=WINDOWS,
+            max_requests=REQUESTS,
+            max_length=LONGEST + 1,
+            first_staging=FIRST_STAGING,
         )
-        groups = [
-            SimpleNamespace(index=i, overlay=SimpleNamespace(page_size=PAGE, table=t, slots=s))
-            for i, (t, s) in enumerate(zip(self.tables, self.slots, strict=True))
-        ]
-        self.audit = RunnerAudit(self.runner, groups, FIRST_STAGING, AuditLevel.METADATA)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -85,7 +73,7 @@ class ToyEngine:
     def step(self, work: dict[str, tuple[int, int, int]]) -> None:
         """Run ``{request: (certain rows, drafts, accepted drafts)}``."""
         names = list(work)
-        self.announce(work)
+        self.allocate(work)
         rows = [
             (name, self.requests[name].length + i, i >= certain)
             for name, (certain, drafts, _) in work.items()
@@ -93,16 +81,25 @@ class ToyEngine:
         ]
         self.fill(names, rows)
         honest = [
-            (table.clone(), slots.clone())
+            (table.copy(), slots.copy())
             for table, slots in zip(self.tables, self.slots, strict=True)
         ]
         verifying = [name for name in names if work[name][1]]
         if self.bug != "write_drafts_through":
             self.stage(verifying, names, rows)
         self.spoil(names, rows)
-        self.audit.before_forward()
+        self.audit.forward(
+            Batch(
+                names,
+                computed=self.computed[: len(names)],
+                scheduled=np.array([work[name][0] + work[name][1] for name in names]),
+                drafts=np.array([work[name][1] for name in names]),
+                tables=self.tables,
+                slots=self.slots,
+            )
+        )
         if self.bug != "commit_before_sampling":
-            self.audit._on_sampled()
+            self.audit.sampled()
         accepted = [work[name][2] for name in names]
         if self.bug == "counts_by_batch_row_after_a_reorder":
             accepted = accepted[1:] + accepted[:1]
@@ -116,25 +113,14 @@ class ToyEngine:
             for (table, slots), (was, mapped) in zip(
                 zip(self.tables, self.slots, strict=True), honest, strict=True
             ):
-                table.copy_(was)
-                slots.copy_(mapped)
-        sampled = torch.full((len(names), 16), -1)
-        for row, name in enumerate(names):
-            sampled[row, : work[name][2] + 1] = 1
-        self.audit.after_sampling(sampled)
+                table[:] = was
+                slots[:] = mapped
+        self.audit.end_step([work[name][0] + work[name][2] for name in names])
         for name in names:
             self.requests[name].length += work[name][0] + work[name][2]
 
-    def announce(self, work: dict[str, tuple[int, int, int]]) -> None:
-        self.audit.begin(
-            SimpleNamespace(
-                num_scheduled_tokens={n: certain + k for n, (certain, k, _) in work.items()},
-                scheduled_spec_decode_tokens={n: [0] * k for n, (_, k, _) in work.items() if k},
-                finished_req_ids=self.gone,
-                preempted_req_ids=None,
-                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
-            )
-        )
+    def allocate(self, work: dict[str, tuple[int, int, int]]) -> None:
+        self.audit.freed(self.gone)
         self.gone = set()
         for name, (certain, k, _) in work.items():
             request = self.requests[name]
@@ -143,16 +129,14 @@ class ToyEngine:
                     pages.append(self.free.pop(0))
 
     def fill(self, names: list[str], rows: list[tuple[str, int, bool]]) -> None:
-        batch = self.runner.input_batch
-        batch.req_ids = names
         for row, name in enumerate(names):
-            batch.num_computed_tokens_cpu[row] = self.requests[name].length
+            self.computed[row] = self.requests[name].length
         for group, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
-            table.zero_()
-            slots.fill_(-1)
+            table[:] = 0
+            slots[:] = -1
             for row, name in enumerate(names):
                 pages = self.requests[name].pages[group]
-                table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+                table[row, : len(pages)] = pages
             for at, (name, position, _) in enumerate(rows):
                 slots[at] = self.slot(name, group, position)
 
@@ -182,7 +166,7 @@ class ToyEngine:
         verifying: list[str],
         rows: list[tuple[str, int, bool]],
         kept: dict[str, int],
-        honest: list[tuple[torch.Tensor, torch.Tensor]],
+        honest: list[tuple[np.ndarray, np.ndarray]],
     ) -> None:
         for group, (_, mapped) in enumerate(honest):
             pairs = [
@@ -197,7 +181,7 @@ class ToyEngine:
     def move(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
             source, target = np.array(pairs, np.int64).T
-            self.audit.on_move(source, target)
+            self.audit.moved(source, target)
 
     def spoil(self, names: list[str], rows: list[tuple[str, int, bool]]) -> None:
         """Get wrong what kernels will see, once the engine has something to get wrong."""
@@ -211,11 +195,15 @@ class ToyEngine:
                 length = self.requests[names[old[0]]].length
                 self.tables[1][old[0], (length - WINDOWS[1] + 1) // PAGE] = 0
             case "length_off_by_one" if old:
-                self.runner.input_batch.num_computed_tokens_cpu[old[0]] += 1
+                self.computed[old[0]] += 1
             case "null_page_write":
                 slots[last] = 0
             case "negative_slot":
                 slots[last] = -1
+            case "slot_outside_the_cache":
+                slots[last] = PAGES * PAGE + 5
+            case "page_outside_the_cache" if old:
+                table[old[0], 0] = PAGES + 5
             case "two_rows_in_one_slot" if last:
                 slots[last] = slots[last - 1]
             case "early_free" if len(old) > 1:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nwor.audit import AuditLevel, Findings, Kind, Violation
 from nwor.cli import audit, main
-from nwor.vllm.audit_rows import Findings, Kind, Violation
 from nwor.vllm.audit_run import Report, VllmAudit, verdicts
-from nwor.vllm.settings import AuditLevel
 
 
 def findings(**counts: int) -> Findings:

@@ -9,41 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyEngine
+from toy_engine import ToyEngine, step
 
-from nwor.errors import (
-    AcceptanceError,
-    CommitError,
-    InputError,
-    LayoutError,
-    RowCountError,
-    SlotError,
-    StaleWindowError,
-    WindowOpenError,
-)
-from nwor.layout import KVRows
-from nwor.metrics import FallbackReason
-from nwor.store.overlay import Overlay, OverlayRefusal
-from nwor.store.paged import OverlayGroup, VerifyBatch
-from nwor.store.staging import StagingPages
-from nwor.testing import Doing, everything, fail_at, first_rows, movers
-
-
-def step(
-    engine: ToyEngine, drafts: dict[str, list[int]], accepted: dict[str, int], extra: int = 0
-) -> None:
-    """One verify step, audited: tables restored, durable store exact."""
-    rows = engine.prepare(drafts, extra)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    for name in (n for n in engine.query if drafts[n] and n not in window.requests):
-        engine.written_through(name, rows)
-    window.commit([accepted[name] for name in window.requests])
-    for now, then in zip(engine.snapshot(), before, strict=True):
-        assert torch.equal(now, then)
-    engine.accept(drafts, accepted, rows)
-    engine.audit()
+from nwor.store.overlay import OverlayRefusal
 
 
 @pytest.mark.parametrize(("mover", "loops"), [("torch", "python"), ("numba", "numba")])
@@ -137,7 +105,7 @@ def test_steady_state_copies_nothing_into_staging_pages() -> None:
     engine = ToyEngine([16])
     engine.add("a", list(range(5)))
     moved: list[int] = []
-    engine.overlay.observers.append(lambda source, target: moved.append(len(source)))
+    engine.overlay.effects.observers.append(lambda source, target: moved.append(len(source)))
     step(engine, {"a": [50, 51]}, {"a": 1})
     assert moved == [5, 2]
     step(engine, {"a": [52, 53]}, {"a": 0})
@@ -196,102 +164,6 @@ def test_a_page_that_changed_owner_is_filled_in_again() -> None:
     step(engine, {"a": [51], "b": [52]}, {"a": 0, "b": 1})
 
 
-@pytest.mark.parametrize("doing", [None, first_rows(), first_rows(1), everything])
-def test_a_mover_that_fails_is_repaired(doing: Doing | None) -> None:
-    engine = ToyEngine([8, 8])
-    engine.add("a", [1, 2, 3])
-    with fail_at(*movers(engine.overlay), call=None, error=OSError("half way"), doing=doing):
-        step(engine, {"a": [50, 51]}, {"a": 1})
-    assert engine.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == 2
-    assert not engine.overlay.broken
-
-
-def test_commit_that_fails_for_good_undoes_the_edits_and_stages_no_more() -> None:
-    engine = ToyEngine([8])
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50]}
-    rows = engine.prepare(drafts)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    broken = [*movers(engine.overlay), *movers(engine.overlay, plain=True)]
-    with (
-        fail_at(*broken, call=None, error=OSError("disk on fire")),
-        pytest.raises(CommitError, match="disk on fire"),
-    ):
-        window.commit([1])
-    assert engine.overlay.window is None
-    for now, then in zip(engine.snapshot(), before, strict=True):
-        assert torch.equal(now, then)
-    assert engine.overlay.begin(engine.verify_batch(drafts)).requests == ()
-    assert engine.overlay.refused == {OverlayRefusal.OVERLAY_BROKEN: 1}
-
-
-@pytest.mark.parametrize("at", [1, 2])
-def test_an_interrupted_commit_is_finished_before_the_interrupt_goes_on(at: int) -> None:
-    """Two storages, interrupted in the first or in the second: all rows home, edits undone."""
-    engine = ToyEngine([8, 8], share=False)
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50, 51, 52]}
-    rows = engine.prepare(drafts)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    places = movers(engine.overlay)
-    assert len(places) == 2
-    with (
-        fail_at(*places, call=at, error=KeyboardInterrupt, doing=first_rows()),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        window.commit([2])
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    engine.accept(drafts, {"a": 2}, rows)
-    engine.audit()
-    assert not window.is_open
-    assert not engine.overlay.broken
-    assert engine.overlay.metrics.committed == 2
-    step(engine, {"a": [60, 61]}, {"a": 1})
-
-
-def test_a_commit_interrupted_twice_restores_the_tables_and_stages_no_more() -> None:
-    engine = ToyEngine([8, 8], share=False)
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50]}
-    rows = engine.prepare(drafts)
-    before = engine.snapshot()
-    window = engine.overlay.begin(engine.verify_batch(drafts))
-    engine.forward(rows)
-    with (
-        fail_at(*movers(engine.overlay), call={2, 3}, error=KeyboardInterrupt, doing=first_rows()),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        window.commit([1])
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    assert not window.is_open
-    assert engine.overlay.broken
-    assert engine.overlay.begin(engine.verify_batch(drafts)).requests == ()
-
-
-@pytest.mark.parametrize("doing", [None, everything])
-@pytest.mark.parametrize("part", ["_fill_in", "_point", "_note"])
-def test_an_interrupted_begin_leaves_no_edit_and_no_lease(part: str, doing: Doing | None) -> None:
-    engine = ToyEngine([8, 8])
-    engine.add("a", [1, 2, 3])
-    drafts = {"a": [50, 51]}
-    engine.prepare(drafts)
-    before = engine.snapshot()
-    with (
-        fail_at((engine.overlay, part), error=KeyboardInterrupt, doing=doing),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        engine.overlay.begin(engine.verify_batch(drafts))
-    assert engine.overlay.window is None
-    assert engine.overlay.pages.pages_in_use == 0
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    engine.audit()
-    step(engine, drafts, {"a": 1})
-
-
 def test_metrics_reconcile() -> None:
     engine = ToyEngine([8, 8], layers=3)
     for name in "ab":
@@ -323,130 +195,6 @@ def test_a_rehearsal_leaves_no_trace(loops: str) -> None:
     assert engine.overlay.metrics.windows == 0
     engine.add("a", [1, 2, 3])
     step(engine, {"a": [50, 51]}, {"a": 1})
-
-
-# -- bad input: a typed error, and nothing has changed ---------------------------------------------
-
-
-def open_window(engine: ToyEngine) -> None:
-    engine.prepare({"a": [50]})
-    engine.overlay.begin(engine.verify_batch({"a": [50]}))
-
-
-@pytest.fixture
-def engine() -> ToyEngine:
-    toy = ToyEngine([8])
-    toy.add("a", [1, 2, 3])
-    return toy
-
-
-@pytest.mark.parametrize("accepted", [[], [1, 1], [-1], [2]])
-def test_wrong_counts_leave_the_window_open(engine: ToyEngine, accepted: list[int]) -> None:
-    open_window(engine)
-    window = engine.overlay.window
-    assert window is not None
-    with pytest.raises(AcceptanceError):
-        window.commit(accepted)
-    engine.audit()
-    assert window.is_open
-    window.commit([0])
-
-
-def test_second_begin_release_of_a_member_and_late_close_are_refused(engine: ToyEngine) -> None:
-    open_window(engine)
-    window = engine.overlay.window
-    assert window is not None
-    with pytest.raises(WindowOpenError):
-        engine.overlay.begin(engine.verify_batch({"a": [50]}))
-    with pytest.raises(WindowOpenError, match="'a'"):
-        engine.overlay.release("a")
-    window.abort()
-    for late in (window.abort, lambda: window.commit([0])):
-        with pytest.raises(StaleWindowError):
-            late()
-    engine.overlay.release("a")
-    engine.overlay.release("never seen")
-
-
-def test_a_mapping_that_contradicts_the_table_is_refused(engine: ToyEngine) -> None:
-    engine.prepare({"a": [50]})
-    engine.slots[0][1] += 1
-    before = engine.snapshot()
-    with pytest.raises(SlotError, match="contradicts the block table"):
-        engine.overlay.begin(engine.verify_batch({"a": [50]}))
-    assert all(torch.equal(a, b) for a, b in zip(engine.snapshot(), before, strict=True))
-    engine.audit()
-
-
-def test_a_table_that_names_a_staging_page_is_refused(engine: ToyEngine) -> None:
-    """An engine whose allocator hands out our pages would overwrite staged rows."""
-    engine.prepare({"a": [50]})
-    engine.tables[0][0, 0] = engine.first_staging
-    engine.slots[0][:2] = torch.tensor([3, 4]) + engine.first_staging * 8
-    with pytest.raises(SlotError, match="durable pages are"):
-        engine.overlay.begin(engine.verify_batch({"a": [50]}))
-
-
-def numbers(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"table_rows": numbers(99)}, "block table"),
-        ({"first_rows": numbers(255)}, "slot mapping"),
-        ({"computed": numbers(10_000)}, "block table"),
-    ],
-)
-def test_places_outside_the_buffers_are_refused(
-    engine: ToyEngine, change: dict[str, np.ndarray], match: str
-) -> None:
-    engine.prepare({"a": [50]})
-    good = engine.verify_batch({"a": [50]})
-    fields = {name: getattr(good, name) for name in VerifyBatch.__slots__} | change
-    with pytest.raises(RowCountError, match=match):
-        engine.overlay.begin(VerifyBatch(**fields))
-    assert engine.overlay.window is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_drafts": numbers(0)},
-        {"query_lens": numbers(1)},
-        {"computed": numbers(-1)},
-        {"num_drafts": numbers(1, 1)},
-    ],
-)
-def test_batches_that_contradict_themselves_are_refused(change: dict[str, np.ndarray]) -> None:
-    fields = {
-        "requests": ["a"],
-        "table_rows": numbers(0),
-        "first_rows": numbers(0),
-        "computed": numbers(3),
-        "query_lens": numbers(2),
-        "num_drafts": numbers(1),
-    }
-    with pytest.raises(RowCountError):
-        VerifyBatch(**{**fields, **change})  # type: ignore[arg-type]
-
-
-def test_construction_is_checked(engine: ToyEngine) -> None:
-    group = engine.overlay.groups[0]
-    with pytest.raises(InputError, match="at least one"):
-        Overlay([], first_page=1, num_leases=1)
-    with pytest.raises(LayoutError, match="staging needs pages"):
-        Overlay([group], first_page=engine.first_staging, num_leases=99)
-    with pytest.raises(InputError, match="num_leases"):
-        StagingPages(first_page=0, num_leases=0, num_groups=1)
-    with pytest.raises(LayoutError, match="int32"):
-        OverlayGroup(group.table.long(), group.slots, group.rows)
-    with pytest.raises(LayoutError, match="expected table"):
-        OverlayGroup(group.table[0], group.slots, group.rows)
-    small = KVRows.allocate(layers=1, pages=1, page_size=2, heads=1, dim=1, dtype=torch.int32)
-    with pytest.raises(LayoutError, match="same page size"):
-        OverlayGroup(group.table, group.slots, (group.rows[0], small))
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])

@@ -232,3 +232,20 @@ class ToyEngine:
 
     def snapshot(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in (*self.tables, *self.slots)]
+
+
+def step(
+    engine: ToyEngine, drafts: dict[str, list[int]], accepted: dict[str, int], extra: int = 0
+) -> None:
+    """One verify step, audited: tables restored, durable store exact."""
+    rows = engine.prepare(drafts, extra)
+    before = engine.snapshot()
+    window = engine.overlay.begin(engine.verify_batch(drafts))
+    engine.forward(rows)
+    for name in (n for n in engine.query if drafts[n] and n not in window.requests):
+        engine.written_through(name, rows)
+    window.commit([accepted[name] for name in window.requests])
+    for now, then in zip(engine.snapshot(), before, strict=True):
+        assert torch.equal(now, then)
+    engine.accept(drafts, accepted, rows)
+    engine.audit()

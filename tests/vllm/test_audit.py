@@ -11,9 +11,9 @@ import pytest
 from drafters import ScriptedDrafter
 from harness import Engine, greedy, prompts
 
+from nwor.audit import Findings, Kind
 from nwor.manager import Mode
-from nwor.vllm.audit import RunnerAudit
-from nwor.vllm.audit_rows import Findings, Kind
+from nwor.vllm.audit import RunnerAudit, audit_of
 
 Get = Callable[..., Engine]
 TEXTS = prompts(20, 31, 33, 60)
@@ -25,10 +25,16 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
+def watching(llm: Engine) -> RunnerAudit:
+    audit = audit_of(llm.runner)
+    assert audit is not None
+    return audit
+
+
 def audited(llm: Engine, mode: Mode, **options: Any) -> Findings:
     """Findings of one run, on an audit that starts anew."""
     llm.drain()
-    audit: RunnerAudit = llm.runner.nwor_audit
+    audit = watching(llm)
     params = [greedy(n) for n in (48, 20, 40, 33)]
 
     def fresh(step: int) -> None:
@@ -73,7 +79,7 @@ def test_groups_windows_prefixes_and_preemption(
     shared = prompts(70)[0]
     texts = [*prompts(60, 120, 100), *(shared + tail[1:] for tail in prompts(8, 12, seed=1))]
     llm.learn(texts, greedy(100))
-    audit: RunnerAudit = llm.runner.nwor_audit
+    audit = watching(llm)
 
     def fresh(step: int) -> None:
         if step == 0:
@@ -99,7 +105,7 @@ def test_a_page_published_in_the_step_that_stages_its_last_row(
     """
     monkeypatch.setenv("NWOR_AUDIT", "metadata")
     llm = engine(k=4)
-    audit: RunnerAudit = llm.runner.nwor_audit
+    audit = watching(llm)
     caught = 0
     for length in range(20, 32):
         (text,) = prompts(length, seed=length)

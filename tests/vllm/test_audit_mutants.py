@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from harness import Engine, greedy, prompts
 
+from nwor.audit import Findings, Kind
 from nwor.manager import Mode
-from nwor.store import overlay as overlay_module
-from nwor.store.overlay import Overlay, OverlayWindow
+from nwor.store import overlay_effects
+from nwor.store.overlay_effects import OverlayEffects
+from nwor.store.overlay_window import OverlayWindow
 from nwor.store.staging import StagingPages
-from nwor.vllm.audit import RunnerAudit
-from nwor.vllm.audit_rows import Findings, Kind
+from nwor.vllm.audit import RunnerAudit, audit_of
 
 Get = Callable[..., Engine]
 Patch = pytest.MonkeyPatch
@@ -23,9 +24,9 @@ TEXTS = prompts(20, 31, 33, 60)
 
 def skip_the_undo(patch: Patch, llm: Engine) -> None:
     def close(self: OverlayWindow) -> None:
-        self._overlay.window = None
+        self.is_open = False
 
-    patch.setattr(OverlayWindow, "_close", close)
+    patch.setattr(OverlayWindow, "close", close)
 
 
 def commit_before_sampling(patch: Patch, llm: Engine) -> None:
@@ -73,15 +74,15 @@ def moving_home(
     patch: Patch, change: Callable[[Any, Any], tuple[Any, Any]], *, fill: bool = False
 ) -> None:
     """Change what moves home (or, with `fill`, what is filled in)."""
-    move = Overlay._move
+    move = OverlayEffects.move
 
-    def changed(self: Overlay, storage: Any, source: Any, target: Any) -> None:
+    def changed(self: OverlayEffects, storage: Any, source: Any, target: Any) -> None:
         staged = self.pages.first_page * self.groups[0].page_size
         if len(target) and (target[0] >= staged) is np.bool_(fill):
             source, target = change(source, target)
         move(self, storage, source, target)
 
-    patch.setattr(Overlay, "_move", changed)
+    patch.setattr(OverlayEffects, "move", changed)
 
 
 def drop_the_last_row_of_a_commit(patch: Patch, llm: Engine) -> None:
@@ -105,7 +106,7 @@ def fill_in_one_row_too_few(patch: Patch, llm: Engine) -> None:
 
 
 def fill_in_nothing(patch: Patch, llm: Engine) -> None:
-    patch.setattr(overlay_module, "plan_fill", lambda *args: None)
+    patch.setattr(overlay_effects, "plan_fill", lambda *args: None)
 
 
 def leak_staging_pages(patch: Patch, llm: Engine) -> None:
@@ -118,26 +119,26 @@ def lease_the_same_pages_twice(patch: Patch, llm: Engine) -> None:
 
 
 def leave_the_slot_mapping_alone(patch: Patch, llm: Engine) -> None:
-    point = Overlay._point
+    point = OverlayEffects.point
 
-    def tables_only(self: Overlay, plan: Any, pages: Any, slots: Any) -> None:
+    def tables_only(self: OverlayEffects, plan: Any, pages: Any, slots: Any) -> None:
         point(self, plan, pages, plan.durable)
 
-    patch.setattr(Overlay, "_point", tables_only)
+    patch.setattr(OverlayEffects, "point", tables_only)
 
 
 def leave_the_block_table_alone(patch: Patch, llm: Engine) -> None:
-    point = Overlay._point
+    point = OverlayEffects.point
 
-    def slots_only(self: Overlay, plan: Any, pages: Any, slots: Any) -> None:
+    def slots_only(self: OverlayEffects, plan: Any, pages: Any, slots: Any) -> None:
         point(self, plan, plan.durable_pages, slots)
 
-    patch.setattr(Overlay, "_point", slots_only)
+    patch.setattr(OverlayEffects, "point", slots_only)
 
 
 def forget_one_layer(patch: Patch, llm: Engine) -> None:
     """Only bytes can tell: metadata is the same for all layers."""
-    storage = llm.overlay._storages[0]
+    storage = llm.overlay.effects.storages[0]
     rows = llm.overlay.groups[0].rows[0]
     move = storage.move
 
@@ -178,7 +179,8 @@ def test_caught(engine: Get, monkeypatch: Patch, mutant: Callable[[Patch, Engine
     llm = engine(k=8)
     llm.learn(TEXTS, greedy(48))
     llm.drain()
-    audit: RunnerAudit = llm.runner.nwor_audit
+    audit = audit_of(llm.runner)
+    assert audit is not None
     with monkeypatch.context() as patch:
         mutant(patch, llm)
         found = run(llm, audit)

@@ -97,11 +97,11 @@ def test_a_commit_that_fails_for_good(engine: Get) -> None:
         fail_at(*movers(llm.overlay, plain=True), error=OSError("on purpose")),
     ):
         break_off(llm, CommitError, "on purpose")
-    assert llm.overlay.broken
+    assert llm.overlay.effects.broken
     staged = llm.run(TEXTS, greedy(40), Mode.STAGE)
     assert staged.tokens == stock.tokens
     assert llm.overlay.refused[OverlayRefusal.OVERLAY_BROKEN]
-    llm.overlay.broken = False
+    llm.overlay.effects.broken = False
     llm.both(TEXTS, greedy(40))
 
 

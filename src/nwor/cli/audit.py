@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nwor.audit import AuditLevel, Kind
 from nwor.errors import InputError
-from nwor.vllm.audit_rows import Kind
 from nwor.vllm.audit_run import PAGE, WORKLOADS, Report, Verdict, VllmAudit, as_dict, verdicts
-from nwor.vllm.settings import AuditLevel
 
 BROKEN, INCOMPLETE = 1, 3
 _EXAMPLES = """examples:

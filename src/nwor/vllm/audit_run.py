@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nwor.audit import AuditLevel, Findings
 from nwor.errors import InputError
 from nwor.manager import Mode
-from nwor.vllm.audit import RunnerAudit
-from nwor.vllm.audit_rows import Findings
-from nwor.vllm.settings import AuditLevel
+from nwor.vllm.audit import RunnerAudit, audit_of
 
 logger = logging.getLogger("vllm.nwor")
 
@@ -122,7 +121,7 @@ class VllmAudit:
         core = client.engine_core
         self._runner = core.model_executor.driver_worker.worker.model_runner
         self._level = level
-        audit = getattr(self._runner, "nwor_audit", None)
+        audit = audit_of(self._runner)
         if audit is None:
             refusals = core.scheduler.kv_cache_config.nwor.refusals
             raise InputError(f"nwor does not serve this engine: {'; '.join(map(str, refusals))}")

@@ -31,9 +31,11 @@ from nwor.errors import CommitError, LayoutError, NworError, StageError
 from nwor.layout import KVRows
 from nwor.manager import Mode
 from nwor.metrics import FallbackReason, Metrics, Written
-from nwor.store.overlay import Overlay, OverlayWindow
+from nwor.store.overlay import Overlay
+from nwor.store.overlay_window import OverlayWindow
 from nwor.store.paged import VerifyBatch
 from nwor.vllm import seams
+from nwor.vllm.audit import audit_of
 from nwor.vllm.eligibility import EngineRefusal, Refusal
 from nwor.vllm.geometry import LAYOUTS, CacheGroup, GeometryError, cache_groups
 from nwor.vllm.probe import fp8_kind, probe_rows
@@ -332,7 +334,7 @@ class RunnerWindows:
             raise NworError(f"NWOR_STRICT=1 and requests could not be staged: {reasons}")
 
     def _take_audit(self) -> dict[str, Any] | None:
-        audit = getattr(self._runner, "nwor_audit", None)
+        audit = audit_of(self._runner)
         return audit.take_sample() if audit is not None else None
 
     def _take_sample(self) -> dict[str, Any] | None:

@@ -5,20 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from nwor.audit.level import AuditLevel
 from nwor.errors import InputError, ModeError
 from nwor.manager import Mode
 from nwor.store.movers import MOVERS
-
-
-class AuditLevel(StrEnum):
-    """How closely an engine is watched, see `nwor.vllm.audit`."""
-
-    OFF = "off"
-    METADATA = "metadata"
-    BYTES = "bytes"
 
 
 @dataclass(frozen=True, slots=True)

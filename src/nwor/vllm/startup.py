@@ -16,11 +16,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nwor.audit import AuditLevel
 from nwor.errors import InputError
 from nwor.manager import Mode
 from nwor.vllm import seams
 from nwor.vllm.reservation import ATTRIBUTE, Reservation, replace_blocks, reserve
-from nwor.vllm.settings import AuditLevel, Settings, read_settings
+from nwor.vllm.settings import Settings, read_settings
 
 logger = logging.getLogger("vllm.nwor")
 

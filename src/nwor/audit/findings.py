@@ -1,27 +1,10 @@
-"""What metadata says every slot holds, and whether that is what should be there.
-
-A row is named by owner (which request wrote it), position and the step that wrote it. Writes name the
-slots of the step's slot mapping; the commit's copies carry names from slot to slot. Nothing here
-looks at K or V, so it costs the same for every model and works on every device.
-
-A rejected draft, a stale row, somebody else's row and a row that was never written all have the
-wrong name at the place where attention expects another one.
-"""
+"""What an audit can find: kinds of violations, the invariant each breaks, and where."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
-Names = NDArray[np.int32]
-
-NOBODY = 0
-OWNER, POSITION, STEP = range(3)
 
 
 class Kind(StrEnum):
@@ -35,6 +18,7 @@ class Kind(StrEnum):
     SHARED_WRITE = "write_to_a_page_of_another_request"
     DOUBLE_WRITE = "slot_written_twice_in_a_step"
     NULL_WRITE = "write_to_null_page_or_negative_slot"
+    OUTSIDE = "page_or_slot_outside_the_cache"
     WRONG_READ = "attention_reads_a_wrong_row"
     DISAGREE = "block_table_and_slot_mapping_disagree"
     NOT_RESTORED = "table_names_a_staging_page_after_the_step"
@@ -58,6 +42,7 @@ _INVARIANTS = {
     Kind.SHARED_WRITE: "I2",
     Kind.DOUBLE_WRITE: "I1",
     Kind.NULL_WRITE: "I1",
+    Kind.OUTSIDE: "I4",
     Kind.WRONG_READ: "I4",
     Kind.DISAGREE: "I4",
     Kind.NOT_RESTORED: "I6",
@@ -126,33 +111,3 @@ class Findings:
         """Count; say whether it is the first of its kind."""
         self.counts[violation.kind] += count
         return self.first.setdefault(violation.kind, violation) is violation
-
-
-class RowNames:
-    """The name of the row in every slot of one page space.
-
-    Attributes:
-        rows: int32 ``[slots, 3]``: owner, position, step; zeros for a slot never written.
-        accepted: ``[slots]``, the row was accepted by the target.
-        version: ``[pages]``, grows with every write or copy into the page.
-        users: ``[pages]``, requests whose tables name the page.
-    """
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
-        self.rows = np.zeros((num_pages * page_size, 3), np.int32)
-        self.accepted = np.zeros(num_pages * page_size, np.bool_)
-        self.version = np.zeros(num_pages, np.int64)
-        self.users = np.zeros(num_pages, np.int32)
-
-    def write(self, slots: Ints, names: Names) -> None:
-        """Name the rows that a step writes; none of them is accepted yet."""
-        self.rows[slots] = names
-        self.accepted[slots] = False
-        self.version[slots // self.page_size] += 1
-
-    def copy(self, source: Ints, target: Ints) -> None:
-        """Carry names along with rows."""
-        self.rows[target] = self.rows[source]
-        self.accepted[target] = self.accepted[source]
-        self.version[target // self.page_size] += 1

@@ -1,25 +1,23 @@
 """The byte level: durable pages full of a pattern, compared before and after every step.
 
 Metadata says which rows should have changed; only bytes say that all layers did, and nothing else.
-The pattern is finite: vLLM's attention multiplies masked rows by zero, and NaN would come through.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nwor.audit.findings import Kind
+from nwor.audit.names import Ints
+from nwor.audit.shadow import Durable, ShadowMap
 from nwor.layout import KVRows
-from nwor.vllm.audit_rows import Ints, Kind
-from nwor.vllm.geometry import CacheGroup
-
-if TYPE_CHECKING:
-    from nwor.vllm.audit import RunnerAudit
 
 CANARY = 0.5
+"""Finite: vLLM's attention multiplies masked rows by zero, and NaN would come through."""
 CANARY_BYTE = 0x2A
 
 
@@ -27,14 +25,19 @@ class ByteAudit:
     """Snapshots of the durable pages of all layers.
 
     Costs a second copy of the durable pages, and a comparison of all of them in every step.
+
+    Args:
+        groups: for each cache group the rows of its layers, in the page ids of the shadow map. Groups
+            may share stores.
+        first_staging: first page that is not durable.
     """
 
-    def __init__(self, groups: list[CacheGroup], first_staging: int) -> None:
+    def __init__(self, groups: Sequence[Sequence[KVRows]], first_staging: int) -> None:
         self._durable = first_staging
         self._groups = groups
         self._stores: dict[tuple[int, ...], KVRows] = {}
         for group in groups:
-            for rows in group.overlay.rows:
+            for rows in group:
                 self._stores.setdefault(_identity(rows), rows)
         self._before: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.fill()
@@ -47,17 +50,9 @@ class ByteAudit:
                     view[:, : self._durable] = CANARY_BYTE if view.dtype == torch.uint8 else CANARY
         self._before = {name: self._snapshot(rows) for name, rows in self._stores.items()}
 
-    def check(
-        self, audit: RunnerAudit, slots: Ints, kept: Ints, moved: list[tuple[Ints, Ints]]
-    ) -> None:
-        """Compare with the last step.
-
-        Args:
-            audit: takes the findings.
-            slots: durable slots of the step's rows, ``[groups, rows]``.
-            kept: those of the rows that were accepted, of all groups.
-            moved: staging and durable slots of the rows that went home.
-        """
+    def check(self, shadow: ShadowMap, step: Durable) -> None:
+        """Compare with the last step; the map takes the findings."""
+        kept = step.kept
         for name, rows in self._stores.items():
             after = self._snapshot(rows)
             changed = torch.zeros(after[0].shape[1:3], dtype=torch.bool)
@@ -68,18 +63,16 @@ class ByteAudit:
             changed[torch.from_numpy(kept[kept < len(changed)])] = False
             if changed.any():
                 slot = int(torch.nonzero(changed)[0, 0])
-                audit.report(Kind.BYTES_FOREIGN, int(changed.sum()), slot=slot)
-        for source, target in moved:
-            for number, group in enumerate(self._groups):
-                mine = np.isin(target, slots[number])
-                self._compare(audit, number, group, source[mine], target[mine])
+                shadow.report(Kind.BYTES_FOREIGN, int(changed.sum()), slot=slot)
+        for source, target in step.moved:
+            for number in range(len(self._groups)):
+                mine = np.isin(target, step.slots[number])
+                self._compare(shadow, number, source[mine], target[mine])
 
-    def _compare(
-        self, audit: RunnerAudit, number: int, group: CacheGroup, source: Ints, target: Ints
-    ) -> None:
+    def _compare(self, shadow: ShadowMap, number: int, source: Ints, target: Ints) -> None:
         """See that rows came home in every layer as they were staged."""
         layer = 0
-        for rows in group.overlay.rows:
+        for rows in self._groups[number]:
             size = rows.page_size
             wrong = torch.zeros((rows.num_layers, len(target)), dtype=torch.bool)
             for view in (rows.key, rows.value):
@@ -88,7 +81,7 @@ class ByteAudit:
                 wrong |= (staged != home).flatten(2).any(-1)
             for at, row in torch.nonzero(wrong).tolist()[:1]:
                 place = {"group": number, "layer": layer + at, "slot": int(target[row])}
-                audit.report(Kind.BYTES_LOST, int(wrong.sum()), **place)
+                shadow.report(Kind.BYTES_LOST, int(wrong.sum()), **place)
             layer += rows.num_layers
 
     def _snapshot(self, rows: KVRows) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 #
 #   make demo    the main job on real weights        make test   all tests
 #   make lint    formatter, linter, type checker     make bench  all benchmarks
+#   make mutants switch protections off, one by one: tests must notice
 #
 # torch comes from whatever index pip is set up with. Where that index offers a CUDA build of several
 # GB and a CPU build would do, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels first.
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := test,lint,numba,triton,engine,demo
 
-.PHONY: help venv demo test test-vllm test-triton check-vllm lint format bench clean
+.PHONY: help venv demo test test-vllm test-triton check-vllm lint format bench mutants clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -69,6 +70,9 @@ format: venv
 bench: venv
 	$(BIN)/python bench/commit.py --json bench/results/commit.json
 	$(BIN)/python bench/generate.py --json bench/results/generate.json
+
+mutants: venv
+	$(BIN)/python tools/mutants.py
 
 clean:
 	rm -rf $(VENV) out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,56 @@
+"""The list of mutants does not rot: each still applies, and names tests that exist."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from mutants import Mutant, StaleMutantError, judge, read_mutants  # noqa: E402
+
+MUTANTS = read_mutants()
+
+
+def test_there_are_enough_and_no_two_of_a_name() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 35
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_it_applies_and_its_tests_exist(mutant: Mutant) -> None:
+    text = mutant.place(ROOT).read_text().replace(mutant.text, mutant.instead)
+    compile(text, mutant.file, "exec")
+    assert mutant.text != mutant.instead
+    assert mutant.tests
+    assert mutant.invariant in {"I1", "I2", "I3", "I4", "I5", "I6", "input", "counts"}
+    assert mutant.fault in range(1, 14)
+    for test in mutant.tests:
+        path, _, name = test.partition("::")
+        kind = "class" if name.startswith("Test") else "def"
+        bare = name.split("[")[0]
+        assert not name or re.search(rf"^{kind} {bare}\b", (ROOT / path).read_text(), re.MULTILINE)
+        assert (ROOT / path).exists()
+
+
+def changed(mutant: Mutant, **fields: object) -> Mutant:
+    names = Mutant.__dataclass_fields__
+    return Mutant(**{**{name: getattr(mutant, name) for name in names}, **fields})
+
+
+def test_a_text_that_is_not_there_or_there_twice_is_an_error() -> None:
+    for text in ("no such text anywhere", "import"):
+        with pytest.raises(StaleMutantError, match=r"found \d+ times"):
+            changed(MUTANTS[0], text=text).place(ROOT)
+        assert judge(changed(MUTANTS[0], text=text)).verdict == "ERROR"
+
+
+def test_caught_survived_and_tests_that_cannot_run() -> None:
+    """On tests of nothing but an import, so that it takes a second."""
+    first = changed(MUTANTS[0], tests=("tests/test_acceptance.py::test_nothing_of_that_name",))
+    assert judge(first).verdict == "ERROR"
+    assert judge(changed(MUTANTS[0], instead=MUTANTS[0].text)).verdict == "SURVIVED"
+    caught = judge(MUTANTS[0])
+    assert caught.verdict == "caught"
+    assert caught.by == MUTANTS[0].tests[0]

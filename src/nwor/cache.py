@@ -25,7 +25,8 @@ from nwor.layout import KVRows
 from nwor.metrics import FallbackReason, Metrics, Written
 from nwor.plan import CommitPlan
 from nwor.slots import check_slots
-from nwor.store.movers import Binder, Move, get_mover
+from nwor.store.movers import get_mover
+from nwor.store.moves import Binder, Move
 from nwor.tensors import require_storage
 from nwor.window import Window, WindowSequence
 from nwor.window_rows import WindowRows

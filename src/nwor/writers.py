@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nwor.layout import KVRows, Layout, page_views
 from nwor.scales import ScaleAxis
-from nwor.store.movers import split_slots
+from nwor.store.moves import split_slots
 
 
 class Writer(Protocol):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nwor import __version__
+from nwor.cli.results import as_json, summary
 from nwor.errors import InputError
 
 if TYPE_CHECKING:
@@ -142,50 +141,6 @@ def _prompt_of(line: str, where: str) -> str:
     if not isinstance(prompt, str) or not prompt:
         raise InputError(f'{where}: expected a string or an object with a "prompt" of some text')
     return prompt
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
-    import torch  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
-
-    return {
-        "outputs": [
-            {
-                "prompt": output.prompt,
-                "prompt_tokens": output.prompt_tokens,
-                "text": output.text,
-                "token_ids": output.token_ids,
-                "drafted": output.drafted,
-                "finish_reason": output.finish_reason.value,
-            }
-            for output in result.outputs
-        ],
-        "metrics": result.metrics.snapshot(),
-        "tokens_per_second": result.tokens_per_second,
-        "acceptance_length": result.stats.acceptance_length,
-        "prefill_seconds": result.stats.prefill_seconds,
-        "decode_seconds": result.stats.decode_seconds,
-        "versions": {
-            "nwor": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def summary(running: Stream | Result) -> str:
-    """Return one line: speed, acceptance, rows."""
-    stats, metrics = running.stats, running.metrics
-    rate = stats.decoded / stats.decode_seconds if stats.decode_seconds else 0.0
-    drafted, accepted = sum(stats.drafted), sum(stats.accepted)
-    share = f"{accepted / drafted:.0%}" if drafted else "-"
-    return (
-        f"{rate:.1f} tokens/s | {share} of {drafted} drafts accepted, "
-        f"{stats.acceptance_length:.2f} tokens a step | "
-        f"rows kept {metrics.rows_written}, avoided {metrics.rows_avoided}"
-    )
 
 
 def _print_plain(result: Result) -> None:

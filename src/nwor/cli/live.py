@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from nwor.cli.generate import summary
+from nwor.cli.results import summary
 from nwor.engine import Chunk, Stream
 
 ACCEPTED = "green"

@@ -13,7 +13,7 @@ from torch import Tensor
 from nwor.errors import InputError
 from nwor.layout import KVRows
 from nwor.store.chunks import Chunks, chunk_pair, view_pairs
-from nwor.store.movers import Move, check_pair, in_turn
+from nwor.store.moves import Move, check_pair, in_turn
 
 
 def bind_numba(src: KVRows, dst: KVRows) -> Move:

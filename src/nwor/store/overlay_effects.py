@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from nwor.errors import CommitError
 from nwor.layout import KVRows
 from nwor.metrics import FallbackReason, Metrics, Written
-from nwor.store.movers import Move, bind_torch, get_mover
+from nwor.store.movers import get_mover
+from nwor.store.moves import Move
 from nwor.store.overlay_loops import Ints, get_loops
 from nwor.store.overlay_plan import Buffers, OverlayPlan, plan_fill, plan_home
 from nwor.store.paged import OverlayGroup
 from nwor.store.staging import StagingPages
+from nwor.store.torch_rows import bind_torch
 
 
 @dataclass(frozen=True, slots=True)

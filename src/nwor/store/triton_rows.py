@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from nwor.errors import InputError
 from nwor.layout import KVRows
-from nwor.store.movers import Move, check_pair
+from nwor.store.moves import Move, check_pair
 from nwor.store.triton_kernel import move_rows_kernel
 
 FIELDS = 16

@@ -22,7 +22,7 @@ from nwor.errors import LayoutError
 class Layout(StrEnum):
     """Shapes of KV tensors that nwor knows, per layer.
 
-    The first three and `DENSE` are K and V tensors apart; `INTERLEAVED` and `VLLM_CPU` hold both.
+    The first three and `DENSE` are K and V tensors apart; the others hold both.
     """
 
     SLOTS = "slots"
@@ -37,6 +37,8 @@ class Layout(StrEnum):
     """``[pages, 2, page_size, heads, dim]``."""
     VLLM_CPU = "vllm_cpu"
     """``[blocks, heads, block_size, 2 * dim]``, K column-major inside its half of a block and head."""
+    FUSED = "fused"
+    """``[blocks, heads, block_size, 2 * dim]``, any strides: K of a row and head, then its V."""
 
     @classmethod
     def parse(cls, name: str) -> Layout:
@@ -49,7 +51,7 @@ class Layout(StrEnum):
 
 
 _SEPARATE = {Layout.SLOTS: 3, Layout.NHD: 4, Layout.HND: 4, Layout.DENSE: 4}
-_JOINT = {Layout.INTERLEAVED: 5, Layout.VLLM_CPU: 4}
+_JOINT = {Layout.INTERLEAVED: 5, Layout.VLLM_CPU: 4, Layout.FUSED: 4}
 
 
 def page_views(layout: Layout | str, *caches: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,6 +88,11 @@ def page_views(layout: Layout | str, *caches: Tensor) -> tuple[Tensor, Tensor]:
             return caches[0][:, 0], caches[0][:, 1]
         case Layout.VLLM_CPU:
             return _packed_views(caches[0])
+        case Layout.FUSED:
+            if caches[0].shape[3] % 2:
+                raise LayoutError(f"a fused row is 2 * dim wide, got {tuple(caches[0].shape)}")
+            key, value = caches[0].transpose(1, 2).chunk(2, dim=-1)
+            return key, value
 
 
 def _packed_views(cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ class Variant:
 
     name: str
     kernel: Any
-    constants: dict[str, object]
+    constants: dict[str, Any]
     num_warps: int
     note: str
 

@@ -212,17 +212,18 @@ class Twins:
     def forward(self) -> None:
         """Write random bits wherever the slot mappings say, in both stores."""
         for group, spec in enumerate(self.specs):
-            for token in range(MAX_TOKENS):
-                slot = int(self.slots[group][token])
-                if slot < 0:
-                    continue
-                page, row = divmod(slot, spec.page_size)
-                for rows in (self.rows[group], self.copies[group]):
-                    for part, view in enumerate((rows.key, rows.value)):
-                        seed = int(self.rng.bit_generator.random_raw() % 2**31) if part else token
-                        data = random_rows(spec.layers, spec.heads, spec.dim, spec.dtype, token + 1)
-                        del seed
-                        view[:, page, row] = data.to(view.device)
+            for slot in self.slots[group].tolist():
+                if slot >= 0:
+                    key, value = (self.random_row(spec) for _ in range(2))
+                    page, row = divmod(slot, spec.page_size)
+                    for rows in (self.rows[group], self.copies[group]):
+                        rows.key[:, page, row] = key.to(rows.device)
+                        rows.value[:, page, row] = value.to(rows.device)
+
+    def random_row(self, spec: Spec) -> torch.Tensor:
+        """``[layers, heads, dim]``."""
+        seed = int(self.rng.integers(2**31))
+        return random_rows(spec.layers, spec.heads, spec.dim, spec.dtype, seed)
 
     def commit(self, rejected: Mapping[str, int]) -> None:
         """Close both windows; advance the watermarks."""

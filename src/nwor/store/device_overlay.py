@@ -204,7 +204,8 @@ class DeviceOverlay:
     def bring_home(self, batch: DeviceBatch, num_rejected: Tensor) -> None:
         """Undo the edits of the open window and move its accepted rows.
 
-        Launching a kernel twice does no harm: what the first one read is still there.
+        Launching twice does no harm: a window is closed once on the device, whatever is launched, and
+        what rows are moved from is not written in between.
 
         Raises:
             CommitError: rows could not be moved; nothing will be staged any more.
@@ -217,7 +218,10 @@ class DeviceOverlay:
         except BaseException as error:
             self.broken = True
             self.launches.close(requests, newcomers, num_rejected)
-            self._repair(rows, error)
+            if isinstance(error, Exception):
+                self._repair(rows)
+            else:  # an interrupt: rows must be home before it goes on
+                self.launches.move(rows)
             self.broken = False
             if not isinstance(error, Exception):
                 raise
@@ -226,18 +230,18 @@ class DeviceOverlay:
         """Undo the edits of the open window; no row is moved."""
         self.launches.close(len(batch.requests), len(batch.newcomer_rows), None)
 
-    def _repair(self, rows: int, error: BaseException) -> None:
+    def _repair(self, rows: int) -> None:
         """Move what a launch failed at, by the plain mover, which waits for the device."""
         self.metrics.fallbacks[FallbackReason.MOVER_FAULT] += 1
         try:
-            for index, group in enumerate(self.groups):
-                target = self.state.masked[index, :rows]
-                kept = target >= 0
+            for group, source, target in zip(
+                self.groups, self.state.staged[:, :rows], self.state.masked[:, :rows], strict=True
+            ):
                 for stored in group.rows:
-                    bind_torch(stored, stored)(self.state.staged[index, :rows][kept], target[kept])
+                    bind_torch(stored, stored)(source[target >= 0], target[target >= 0])
         except Exception as second:
             message = f"rows could not be moved from staging to durable pages: {second}"
-            raise CommitError(message, layer_id=None, restored=False) from error
+            raise CommitError(message, layer_id=None, restored=False) from second
 
     def _send(self, batch: DeviceBatch, leases: Ints) -> None:
         """Upload what the device cannot know."""

@@ -48,7 +48,7 @@ GROUP = 8
 TABLE, STRIDE, LINES, COLUMNS, SLOTS, TOKENS, SIZE = range(7)
 TALLIES = 32
 LENGTH_DIFFERS = 5
-"""What begin found wrong, beyond the reasons of `nwor.store.overlay_loops`: other rows than announced."""
+"""Other rows than announced: a reason of its own, beside those of `nwor.store.overlay_loops`."""
 
 
 class Tally(IntEnum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,7 +32,7 @@ class UploadRing:
             for _ in range(RING)
         ]
         self._arrays = [source.numpy() for source in self._sources]
-        self._read = [torch.cuda.Event() for _ in range(RING)] if self._cuda else []
+        self._read: list[Any] = _events(RING) if self._cuda else []
         self._next = 0
         self.waits = 0
 
@@ -61,7 +63,7 @@ class Readback:
         self._cuda = source.device.type == "cuda"
         self._copy = torch.zeros(source.shape, dtype=source.dtype, pin_memory=self._cuda)
         self._array = self._copy.numpy()
-        self._arrived = torch.cuda.Event() if self._cuda else None
+        self._arrived: Any = _events(1)[0] if self._cuda else None
         self._asked = False
 
     def ask(self) -> None:
@@ -82,3 +84,7 @@ class Readback:
             self._arrived.synchronize()
         self._asked = False
         return self._array
+
+
+def _events(number: int) -> list[Any]:
+    return [torch.cuda.Event() for _ in range(number)]  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from nwor.store.staging import StagingPages
 from nwor.store.triton_rows import FIELDS, TritonMove
 from nwor.store.triton_window_kernels import begin_kernel, close_kernel, fill_kernel
 
-ENTRIES = 1024
+ENTRIES = 256
 """Table entries of a newcomer per step of a loop."""
 ROWS_PER_PROGRAM = 16
 """Rows that one program of fill-in copies at most, one after the other."""

@@ -8,8 +8,8 @@ none. Programs write only what belongs to their own request, so none waits for a
 Within a program, what is read at an address that the program writes later is separated from the write
 by a barrier: lanes of a small vector are held by several threads.
 
-A condition of the request alone is not combined with a vector of them by ``&``: the interpreter gets the
-dtype wrong. It goes into a bound instead.
+A condition of the request alone is not combined with a vector of them by ``&``: the interpreter gets
+the dtype wrong. It goes into a bound instead.
 
 Offsets are int64: whatever is multiplied comes from an int64 table or is cast first.
 """

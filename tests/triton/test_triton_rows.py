@@ -161,7 +161,7 @@ def test_nothing_to_move_launches_nothing(monkeypatch) -> None:
     store = make_store(Layout.NHD)
     empty = make_store(Layout.NHD, heads=0)
     recorder = Recorder()
-    monkeypatch.setattr(triton_rows, "_check_device", lambda pairs: store.device)
+    monkeypatch.setattr(triton_rows, "check_device", lambda pairs: store.device)
     monkeypatch.setattr(triton_rows, "move_rows_kernel", recorder)
     bind_triton(store, store)(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     bind_triton(empty, empty)(torch.tensor([0]), torch.tensor([1]))

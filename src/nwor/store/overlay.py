@@ -19,7 +19,7 @@ tensors get their old contents back.
 
 Decisions come before effects:
 
-    Overlay.begin      who is staged, on which pages      here, nwor.store.staging
+    Overlay.begin      who is staged, on which pages      nwor.store.admission, nwor.store.staging
       plan_window      where every row goes               nwor.store.overlay_plan
       OverlayEffects   table entries, row movements       nwor.store.overlay_effects
     OverlayWindow      commit or abort                    nwor.store.overlay_window
@@ -31,30 +31,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nwor.errors import InputError, LayoutError, WindowOpenError
+from nwor.errors import InputError, WindowOpenError
 from nwor.metrics import Metrics
+from nwor.store.admission import Admission, OverlayRefusal, check_room
 from nwor.store.overlay_effects import OverlayEffects
 from nwor.store.overlay_loops import Ints
 from nwor.store.overlay_plan import OverlayPlan, plan_window
 from nwor.store.overlay_window import OverlayWindow
 from nwor.store.paged import OverlayGroup, VerifyBatch
-from nwor.store.staging import NOBODY, PAGES_PER_LEASE, StagingPages
+from nwor.store.staging import PAGES_PER_LEASE, StagingPages
 
-
-class OverlayRefusal(StrEnum):
-    """Why a request's window was written through to its durable pages."""
-
-    OUT_OF_STAGING_PAGES = "out_of_staging_pages"
-    """Every lease belongs to another request of the same step."""
-    WINDOW_OVER_TWO_PAGES = "window_over_two_pages"
-    """The window reaches more pages than a lease has."""
-    OVERLAY_BROKEN = "overlay_broken"
-    """A commit failed for good earlier: nothing is staged any more."""
+__all__ = ["Overlay", "OverlayRefusal"]
 
 
 class Overlay:
@@ -71,7 +61,6 @@ class Overlay:
 
     Attributes:
         pages: who holds which staging page.
-        refused: requests written through, by reason.
         effects: how tables are edited and rows moved; `OverlayEffects.broken` once a commit failed
             for good: every window is written through from then on.
 
@@ -96,8 +85,8 @@ class Overlay:
         self.pages = StagingPages(
             first_page=first_page, num_leases=num_leases, num_groups=len(groups)
         )
-        self._check_room()
-        self.refused: Counter[OverlayRefusal] = Counter()
+        check_room(self.groups, self.pages)
+        self._admission = Admission(self.pages)
         self.effects = OverlayEffects(
             groups,
             self.pages,
@@ -112,6 +101,11 @@ class Overlay:
         """The open window, or None."""
         window = self._window
         return window if window is not None and window.is_open else None
+
+    @property
+    def refused(self) -> Counter[OverlayRefusal]:
+        """Requests written through, by reason."""
+        return self._admission.refused
 
     @property
     def metrics(self) -> Metrics:
@@ -192,36 +186,9 @@ class Overlay:
             raise WindowOpenError(f"request {request!r} is part of the open window: close it first")
         self.pages.release(request)
 
-    def _check_room(self) -> None:
-        end = self.pages.first_page + self.pages.num_pages
-        for index, group in enumerate(self.groups):
-            found = min(rows.key.shape[1] for rows in group.rows)
-            if found < end:
-                raise LayoutError(
-                    f"group {index} has {found} pages, staging needs pages "
-                    f"{self.pages.first_page}..{end - 1}"
-                )
-
     def _admit(self, batch: VerifyBatch) -> tuple[VerifyBatch, Ints]:
-        """Choose the requests to stage and lease pages to them; count the others."""
         size = self.effects.buffers.page_size[:, None]
         last = batch.computed + batch.query_lens - 1
         spans = last // size - batch.computed // size
         fits = spans.max(0) < PAGES_PER_LEASE
-        if self.effects.broken:
-            nobody = np.zeros(len(fits), np.bool_)
-            batch = self._refuse(OverlayRefusal.OVERLAY_BROKEN, batch, nobody)
-        elif not fits.all():
-            batch = self._refuse(OverlayRefusal.WINDOW_OVER_TWO_PAGES, batch, fits)
-        leases = np.array(self.pages.lease(batch.requests), np.int64)
-        served = leases != NOBODY
-        if not served.all():
-            batch = self._refuse(OverlayRefusal.OUT_OF_STAGING_PAGES, batch, served)
-        return batch, leases[served]
-
-    def _refuse(
-        self, reason: OverlayRefusal, batch: VerifyBatch, staged: NDArray[np.bool_]
-    ) -> VerifyBatch:
-        self.refused[reason] += int((~staged).sum())
-        self.metrics.flushed += int(batch.num_drafts[~staged].sum())
-        return batch.take(staged)
+        return self._admission.admit(batch, fits, self.metrics, broken=self.effects.broken)

@@ -17,14 +17,17 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OverlayGroup:
-    """One cache group of the engine: a block table, a slot mapping, and the rows they address.
+class PagedGroup:
+    """One cache group of an engine: a block table, a slot mapping, and the rows they address.
 
     Attributes:
-        table: int32 ``[batch rows, pages]`` on the CPU, the buffer that kernels read.
-        slots: int64 ``[tokens]`` on the CPU, the buffer that kernels read.
+        table: int32 ``[batch rows, pages]``, the buffer that kernels read.
+        slots: int64 ``[tokens]``, the buffer that kernels read.
         rows: durable and staging rows of the group's layers, one `KVRows` per run of equally spaced
             layers. Groups may share one: pages are told apart by number.
+
+    Raises:
+        LayoutError: page sizes differ, or a tensor of another shape or dtype.
     """
 
     table: Tensor
@@ -37,15 +40,15 @@ class OverlayGroup:
         if self.table.ndim != 2 or self.slots.ndim != 1:
             shapes = f"{tuple(self.table.shape)} and {tuple(self.slots.shape)}"
             raise LayoutError(f"expected table [rows, pages] and slots [tokens], got {shapes}")
-        for name, tensor, dtype in (
-            ("table", self.table, torch.int32),
-            ("slots", self.slots, torch.int64),
-        ):
-            if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise LayoutError(
-                    f"{name} must be contiguous {dtype} on the CPU, got {tensor.dtype} on "
-                    f"{tensor.device} with strides {tensor.stride()}"
-                )
+        self._check("table", self.table, torch.int32)
+        self._check("slots", self.slots, torch.int64)
+
+    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if tensor.dtype != dtype or tensor.stride(-1) != 1:
+            raise LayoutError(
+                f"{name} must be {dtype} and dense in the last dim, got {tensor.dtype} with strides "
+                f"{tensor.stride()}"
+            )
 
     @property
     def page_size(self) -> int:
@@ -61,6 +64,23 @@ class OverlayGroup:
     def row_bytes(self) -> int:
         """Bytes of one token in all layers of the group."""
         return sum(rows.row_bytes * rows.num_layers for rows in self.rows)
+
+
+class OverlayGroup(PagedGroup):
+    """A cache group whose table and slot mapping lie on the host.
+
+    Raises:
+        LayoutError: they do not, or are not contiguous.
+    """
+
+    __slots__ = ()
+
+    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise LayoutError(
+                f"{name} must be contiguous {dtype} on the CPU, got {tensor.dtype} on "
+                f"{tensor.device} with strides {tensor.stride()}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,8 @@ class StagingPages:
             none.
         durable: the durable page it lies over.
         filled: leading rows that equal the durable page's.
+        generation: int64 ``[leases]``, how often each lease was taken back. What was noted under an
+            older one says nothing about the pages of the present holder.
 
     Raises:
         InputError: fewer than one lease or group, or a negative first page.
@@ -51,6 +53,7 @@ class StagingPages:
         self.held = np.full(shape, NOBODY, np.int64)
         self.durable = np.full(shape, NOBODY, np.int64)
         self.filled = np.zeros(shape, np.int64)
+        self.generation = np.zeros(num_leases, np.int64)
         self._free = list(reversed(range(num_leases)))
         self._leases: OrderedDict[Hashable, int] = OrderedDict()  # least recently used first
 
@@ -109,6 +112,7 @@ class StagingPages:
         self.held[lease] = NOBODY
         self.durable[lease] = NOBODY
         self.filled[lease] = 0
+        self.generation[lease] += 1
         self._free.append(lease)
 
     def even_pages(self, leases: Ints) -> Ints:

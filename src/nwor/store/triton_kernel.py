@@ -1,4 +1,7 @@
-"""The kernel of the Triton row mover. No annotations: the compiler would read them."""
+"""The kernel of the Triton row mover. No annotations: the compiler would read them.
+
+Rows are copied by `copy_row`, which the kernels of `nwor.store.triton_window_kernels` use too.
+"""
 
 import triton
 import triton.language as tl
@@ -25,17 +28,23 @@ def move_rows_kernel(  # pragma: no cover - compiled
     if dst_slot < 0:
         return
     src_slot = tl.load(src_slots + group * src_group_step + row)
+    copy_row(lane, src_slot, dst_slot, BLOCK)
+
+
+@triton.jit
+def copy_row(lane, src_slot, dst_slot, BLOCK: tl.constexpr):  # pragma: no cover - compiled
+    """Copy one row of one lane, in words as wide as the lane allows."""
     src = tl.load(lane) + _row_offset(src_slot, tl.load(lane + 2), lane + 4)
     dst = tl.load(lane + 1) + _row_offset(dst_slot, tl.load(lane + 3), lane + 8)
     word = tl.load(lane + 15)
     if word == 8:
-        _copy_row(src, dst, lane, tl.int64, BLOCK)
+        _copy_words(src, dst, lane, tl.int64, BLOCK)
     elif word == 4:
-        _copy_row(src, dst, lane, tl.int32, BLOCK)
+        _copy_words(src, dst, lane, tl.int32, BLOCK)
     elif word == 2:
-        _copy_row(src, dst, lane, tl.int16, BLOCK)
+        _copy_words(src, dst, lane, tl.int16, BLOCK)
     else:
-        _copy_row(src, dst, lane, tl.int8, BLOCK)
+        _copy_words(src, dst, lane, tl.int8, BLOCK)
 
 
 @triton.jit
@@ -46,7 +55,7 @@ def _row_offset(slot, page_size, steps):  # pragma: no cover - compiled
 
 
 @triton.jit
-def _copy_row(  # pragma: no cover - compiled
+def _copy_words(  # pragma: no cover - compiled
     src,  # int64 address
     dst,
     lane,

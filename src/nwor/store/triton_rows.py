@@ -40,26 +40,39 @@ class TritonMove:
     run in any order, so no row's destination may be another row's source.
 
     Args:
-        pairs: source and destination of each group; heads, dim, dtype, page size and strides may
-            differ from group to group.
+        pairs: source and destination; heads, dim, dtype, page size and strides may differ from pair
+            to pair.
+        groups: whose slots each pair takes; one group for each pair if not given.
+
+    Attributes:
+        table: int64 ``[lanes, FIELDS]``, see `lane_table`.
+        block: words per step of the loop over a row.
+        warps: warps per program.
 
     Raises:
         InputError: no pairs, several devices, or a device this process's kernel cannot reach.
         TensorMismatchError: source and destination rows of a pair differ.
     """
 
-    def __init__(self, pairs: Sequence[tuple[KVRows, KVRows]]) -> None:
+    def __init__(
+        self, pairs: Sequence[tuple[KVRows, KVRows]], groups: Sequence[int] | None = None
+    ) -> None:
         for src, dst in pairs:
             check_pair(src, dst)
-        self._device = _check_device(pairs)
+        self._device = check_device(pairs)
         self._pairs = list(pairs)  # keeps the memory behind the table's pointers alive
-        self._groups = len(pairs)
-        table = lane_table(pairs)
-        self._lanes = len(table)
+        groups = range(len(pairs)) if groups is None else groups
+        self._groups = max(groups) + 1
+        table = lane_table(pairs, groups)
         longest = max((lane[13] for lane in table), default=1)
-        self._block = min(MAX_BLOCK, triton.next_power_of_2(longest))
-        self._warps = max(1, min(4, self._block // 64))
-        self._table = torch.tensor(table, dtype=torch.int64, device=self._device)
+        self.block = min(MAX_BLOCK, triton.next_power_of_2(longest))
+        self.warps = max(1, min(4, self.block // 64))
+        self.table = torch.tensor(table, dtype=torch.int64, device=self._device)
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes: K and V of all layers, as far as their rows are not empty."""
+        return self.table.shape[0]
 
     def __call__(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """Move rows.
@@ -77,12 +90,18 @@ class TritonMove:
         rows = dst_slots.shape[-1]
         if src_slots.shape[-1] != rows:
             raise InputError(f"{src_slots.shape[-1]} source slots for {rows} destination slots")
-        if rows and self._lanes:
-            move_rows_kernel[(rows, self._lanes)](
-                *(self._table, src_slots, dst_slots, src_step, dst_step),
+        self.launch(src_slots, dst_slots, rows, src_step, dst_step)
+
+    def launch(
+        self, src_slots: Tensor, dst_slots: Tensor, rows: int, src_step: int, dst_step: int
+    ) -> None:
+        """Move the first `rows` of two slot lists, unchecked; steps lead from group to group."""
+        if rows and self.num_lanes:
+            move_rows_kernel[(rows, self.num_lanes)](
+                *(self.table, src_slots, dst_slots, src_step, dst_step),
                 FIELDS=FIELDS,
-                BLOCK=self._block,
-                num_warps=self._warps,
+                BLOCK=self.block,
+                num_warps=self.warps,
             )
 
     def _group_step(self, name: str, slots: Tensor) -> int:
@@ -98,15 +117,15 @@ class TritonMove:
         return slots.stride(0) if slots.ndim == 2 else 0
 
 
-def lane_table(pairs: Sequence[tuple[KVRows, KVRows]]) -> list[list[int]]:
-    """Build one row per (group, layer, K or V) whose rows are not empty.
+def lane_table(pairs: Sequence[tuple[KVRows, KVRows]], groups: Sequence[int]) -> list[list[int]]:
+    """Build one row per (pair, layer, K or V) whose rows are not empty.
 
     Fields: source and destination address (0, 1), page sizes in rows (2, 3), source steps of page,
     row, head, dim in bytes (4 to 7), destination steps (8 to 11), words per head (12), words per row
     (13), group (14), bytes per word (15).
     """
     lanes = []
-    for group, (src, dst) in enumerate(pairs):
+    for group, (src, dst) in zip(groups, pairs, strict=True):
         for a, b in ((src.key, dst.key), (src.value, dst.value)):
             word = widest_word(a, b)
             dim = a.shape[4] * a.element_size() // word
@@ -140,7 +159,12 @@ def _byte_steps(view: Tensor, word: int) -> list[int]:
     return [page, row, head, dim if word == size else word]
 
 
-def _check_device(pairs: Sequence[tuple[KVRows, KVRows]]) -> torch.device:
+def check_device(pairs: Sequence[tuple[KVRows, KVRows]]) -> torch.device:
+    """Return the one device the rows are on, if this process's kernels can reach it.
+
+    Raises:
+        InputError: several devices, or one that kernels cannot reach.
+    """
     devices = {rows.device for pair in pairs for rows in pair}
     if len(devices) != 1:
         raise InputError(

@@ -81,25 +81,28 @@ def page_views(layout: Layout | str, *caches: Tensor) -> tuple[Tensor, Tensor]:
             return caches[0], caches[1]
         case Layout.HND | Layout.DENSE:
             return caches[0].transpose(1, 2), caches[1].transpose(1, 2)
-        case Layout.INTERLEAVED:
-            if caches[0].shape[1] != 2:
-                shape = tuple(caches[0].shape)
-                raise LayoutError(f"layout {layout} needs 2 at dim 1 (K and V), got shape {shape}")
-            return caches[0][:, 0], caches[0][:, 1]
-        case Layout.VLLM_CPU:
-            return _packed_views(caches[0])
-        case Layout.FUSED:
-            if caches[0].shape[3] % 2:
-                raise LayoutError(f"a fused row is 2 * dim wide, got {tuple(caches[0].shape)}")
-            key, value = caches[0].transpose(1, 2).chunk(2, dim=-1)
-            return key, value
+        case _:
+            return _joint_views(layout, caches[0])
+
+
+def _joint_views(layout: Layout, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """View the one tensor that holds K and V."""
+    shape = tuple(cache.shape)
+    if layout is Layout.INTERLEAVED:
+        if shape[1] != 2:
+            raise LayoutError(f"layout {layout} needs 2 at dim 1 (K and V), got shape {shape}")
+        return cache[:, 0], cache[:, 1]
+    if shape[3] % 2:
+        raise LayoutError(f"layout {layout} is 2 * dim wide, got the odd width {shape[3]}")
+    if layout is Layout.VLLM_CPU:
+        return _packed_views(cache)
+    key, value = cache.transpose(1, 2).chunk(2, dim=-1)
+    return key, value
 
 
 def _packed_views(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Split vLLM's CPU block: K of token t at ``d * block + t``, V at ``block * dim + t * dim + d``."""
     blocks, heads, block, width = cache.shape
-    if width % 2:
-        raise LayoutError(f"a vllm_cpu block is 2 * dim wide, got the odd width {width}")
     if cache.stride(3) != 1 or cache.stride(2) != width:
         raise LayoutError(f"vllm_cpu blocks must be contiguous, got strides {cache.stride()}")
     dim, start = width // 2, cache.storage_offset()

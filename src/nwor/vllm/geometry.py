@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from nwor.layout import KVRows, Layout
 from nwor.store.device_batch import DeviceGroup
 from nwor.store.paged import OverlayGroup, PagedGroup
 from nwor.vllm.eligibility import EngineRefusal, Refusal
+from nwor.vllm.probe import fp8_kind, probe_rows
 
 LAYOUTS = {
     "CPU_ATTN": Layout.VLLM_CPU,
@@ -113,6 +115,33 @@ def _groups(
 def _shares(layer: Any) -> bool:  # noqa: ANN401 - vLLM's attention layer
     """Tell whether a layer reads another one's K and V and writes none of its own."""
     return getattr(layer, "kv_sharing_target_layer_name", None) is not None
+
+
+def probe_groups(runner: Any, groups: Sequence[CacheGroup[Any]], page: int) -> None:  # noqa: ANN401
+    """Let every layer's own writer write marked rows into `page`, and look for them.
+
+    Raises:
+        GeometryError: rows are not where the layout says.
+    """
+    for group in groups:
+        for name, layer in group.layers.items():
+            rows = KVRows.of(group.layout, [layer.kv_cache])
+            try:
+                probe_rows(
+                    rows,
+                    partial(_write, layer),
+                    page,
+                    dtype=runner.model_config.dtype,
+                    fp8=fp8_kind(runner.cache_config.cache_dtype),
+                )
+            except LayoutError as error:
+                raise GeometryError(
+                    Refusal(EngineRefusal.LAYOUT, f"layer {name}: {error}", "report this backend")
+                ) from error
+
+
+def _write(layer: Any, key: Tensor, value: Tensor, slots: Tensor) -> None:  # noqa: ANN401
+    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
 
 def rows_of(layout: Layout, caches: Sequence[Tensor]) -> tuple[KVRows, ...]:

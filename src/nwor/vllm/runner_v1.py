@@ -18,23 +18,18 @@ on; it is vLLM's own error that the user sees.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
-from nwor.errors import LayoutError
-from nwor.layout import KVRows
 from nwor.metrics import FallbackReason
 from nwor.store.overlay import Overlay
 from nwor.store.overlay_window import OverlayWindow
 from nwor.store.paged import VerifyBatch
 from nwor.vllm import seams, windows
-from nwor.vllm.eligibility import EngineRefusal, Refusal
-from nwor.vllm.geometry import LAYOUTS, CacheGroup, GeometryError, cache_groups
-from nwor.vllm.probe import fp8_kind, probe_rows
+from nwor.vllm.geometry import cache_groups, probe_groups
 from nwor.vllm.reservation import Reservation
 from nwor.vllm.windows import Hook, RunnerWindows
 
@@ -61,8 +56,7 @@ def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: AN
     settings = reservation.settings
     first_page = runner.kv_cache_config.num_blocks - reservation.num_pages
     with torch.inference_mode():
-        for group in groups:
-            _probe_group(runner, group, first_page)
+        probe_groups(runner, groups, first_page)
         overlay = Overlay(
             [group.overlay for group in groups],
             first_page=first_page,
@@ -72,27 +66,6 @@ def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: AN
         )
         overlay.rehearse()
     return overlay
-
-
-def _probe_group(runner: Any, group: CacheGroup, page: int) -> None:  # noqa: ANN401
-    for name, layer in group.layers.items():
-        rows = KVRows.of(LAYOUTS["CPU_ATTN"], [layer.kv_cache])
-        try:
-            probe_rows(
-                rows,
-                partial(_write, layer),
-                page,
-                dtype=runner.model_config.dtype,
-                fp8=fp8_kind(runner.cache_config.cache_dtype),
-            )
-        except LayoutError as error:
-            raise GeometryError(
-                Refusal(EngineRefusal.LAYOUT, f"layer {name}: {error}", "report this backend")
-            ) from error
-
-
-def _write(layer: Any, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:  # noqa: ANN401
-    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
 
 class WindowsV1(RunnerWindows[Overlay, OverlayWindow]):

@@ -168,7 +168,9 @@ def _attach_v2(runner: Any, cache: Any, reservation: Reservation) -> None:  # no
 
         attach(runner, reservation)
     if reservation.settings.audit is not AuditLevel.OFF:
-        logger.error("nwor audit: the V2 model runner is not audited: NWOR_AUDIT reads V1's buffers")
+        logger.error(
+            "nwor audit: the V2 model runner is not audited: NWOR_AUDIT reads V1's buffers"
+        )
 
 
 def hook_loggers() -> None:

@@ -117,7 +117,7 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.close(FallbackReason.UNFINISHED)
-            self._release(scheduler_output)
+            self.step_begins(scheduler_output)
             try:
                 return original(scheduler_output, *args, **kwargs)
             except BaseException:
@@ -136,12 +136,26 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
                 self.close(FallbackReason.ABORTED)
             sample = merged(self._take_sample(), self._take_audit())
             if sample is not None and output is not None:
-                attach_sample(output, sample)
+                attach_sample(getattr(output, "model_runner_output", output), sample)
             return output
 
         return sample_tokens
 
     # -- one window ------------------------------------------------------------------------------
+
+    def step_begins(self, scheduler_output: Any) -> None:  # noqa: ANN401 - SchedulerOutput
+        """Release the pages of requests that are gone or start anew."""
+        overlay = self.overlay
+        if overlay is None:
+            return
+        for gone in (
+            scheduler_output.finished_req_ids,
+            scheduler_output.preempted_req_ids or (),
+            scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+            [request.req_id for request in scheduler_output.scheduled_new_reqs],
+        ):
+            for request in gone:
+                overlay.release(request)
 
     def open(self, num_drafts: int, begin: Callable[[OverlayT], WindowT]) -> None:
         """Open the windows of a step that verifies drafts, or count that they are written through.
@@ -181,19 +195,6 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
             return Counter()
         return Counter({str(reason): n for reason, n in overlay.refused.items()})
 
-    def _release(self, scheduler_output: Any) -> None:  # noqa: ANN401
-        overlay = self.overlay
-        if overlay is None:
-            return
-        for gone in (
-            scheduler_output.finished_req_ids,
-            scheduler_output.preempted_req_ids or (),
-            scheduler_output.scheduled_cached_reqs.resumed_req_ids,
-            [request.req_id for request in scheduler_output.scheduled_new_reqs],
-        ):
-            for request in gone:
-                overlay.release(request)
-
     def _check_refused(self) -> None:
         if self._strict and (reasons := self.refused()):
             self.close(FallbackReason.ABORTED)
@@ -205,7 +206,11 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
         audit = audit_of(self._runner)
         return audit.take_sample() if audit is not None else None
 
+    def collect(self) -> None:
+        """Take over what was counted elsewhere."""
+
     def _take_sample(self) -> dict[str, Any] | None:
+        self.collect()
         overlay = self.overlay
         totals = self.metrics.snapshot()
         fallbacks = Counter(self.fallbacks)

@@ -17,11 +17,12 @@ from transformers import (
 )
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+NOISE = {"llama-draft": 0.02, "llama-near": 0.006}
 VOCAB = SPECIAL + [chr(c) for c in range(32, 127)] + ["\n"]
 
 
 def write_model(name: str, path: Path) -> None:
-    """Write ``llama``, ``llama-draft`` (the same with noise) or ``gemma3`` (window of 48)."""
+    """Write ``llama``, ``llama-draft`` or ``llama-near`` (the same with noise), or ``gemma3``."""
     torch.manual_seed(0)
     common = {
         "vocab_size": len(VOCAB),
@@ -46,10 +47,10 @@ def write_model(name: str, path: Path) -> None:
         model = LlamaForCausalLM(
             LlamaConfig(**common, num_hidden_layers=2, tie_word_embeddings=False)
         )
-    if name == "llama-draft":
+    if name in NOISE:
         with torch.no_grad():
             for weight in model.parameters():
-                weight.add_(torch.randn_like(weight), alpha=0.02)
+                weight.add_(torch.randn_like(weight), alpha=NOISE[name])
     model.to(torch.float32).save_pretrained(path)
     tokenizer = Tokenizer(WordLevel({text: i for i, text in enumerate(VOCAB)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")

@@ -72,6 +72,7 @@ def build_overlay(runner: Any, reservation: Reservation) -> DeviceOverlay:  # no
     first_page = runner.kv_cache_config.num_blocks - reservation.num_pages
     with torch.inference_mode():
         probe_groups(runner, groups, first_page)
+    with torch.inference_mode(mode=False):  # counters are also asked for between steps
         try:
             overlay = DeviceOverlay(
                 [group.overlay for group in groups],

@@ -10,11 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from harness import Engine, Run, bits, id_of, pattern
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.layout import KVRows, Layout
+
+_stock_update = CpuPlatform.check_and_update_config
+
+
+def _stay_asynchronous(config: Any) -> None:
+    """vLLM switches asynchronous scheduling off on CPUs, where it is of no use."""
+    _stock_update(config)
+    config.scheduler_config.async_scheduling = True
 
 
 @dataclass
@@ -35,9 +45,16 @@ class RunV2(Run):
 class EngineV2(Engine):
     """A V2 engine in this process with a draft model."""
 
-    def __init__(self, model: str, *, draft: str, k: int = 3, **options: Any) -> None:
+    def __init__(
+        self, model: str, *, draft: str, k: int = 3, asynchronous: bool = False, **options: Any
+    ) -> None:
         speculative = {"method": "draft_model", "model": draft}
-        super().__init__(model, k=k, speculative=speculative, **options)
+        options = {"max_num_seqs": 9, **options}
+        with pytest.MonkeyPatch.context() as patch:
+            if asynchronous:
+                patch.setattr(CpuPlatform, "check_and_update_config", _stay_asynchronous)
+                options["async_scheduling"] = True
+            super().__init__(model, k=k, speculative=speculative, **options)
 
     def audit(self, run: Run) -> Any:
         return AuditV2(self, run)

@@ -7,6 +7,7 @@ from vLLM's own positions, source tables and counts of rejected drafts.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +50,14 @@ class EngineV2(Engine):
         self, model: str, *, draft: str, k: int = 3, asynchronous: bool = False, **options: Any
     ) -> None:
         speculative = {"method": "draft_model", "model": draft}
-        options = {"max_num_seqs": 9, **options}
+        options = {"max_num_seqs": 9, "blocks": 160, **options}
         with pytest.MonkeyPatch.context() as patch:
             if asynchronous:
-                patch.setattr(CpuPlatform, "check_and_update_config", _stay_asynchronous)
+                stay = staticmethod(_stay_asynchronous)
+                patch.setattr(CpuPlatform, "check_and_update_config", stay)
                 options["async_scheduling"] = True
             super().__init__(model, k=k, speculative=speculative, **options)
+        self.refused: Counter[str] = Counter()
 
     def audit(self, run: Run) -> Any:
         return AuditV2(self, run)
@@ -65,6 +68,8 @@ class EngineV2(Engine):
     def check(self, stock: Run, staged: Run, before: dict[str, Any]) -> None:
         """Also: everything restored, and the drafter saw what stock's sees."""
         super().check(stock, staged, before)
+        refused, self.refused = self.refused, self.runner.nwor.refused()
+        assert self.refused == refused
         assert stock.unrestored == 0
         assert staged.unrestored == 0, f"{staged.unrestored} steps left edits in vLLM's tables"
         assert staged.drafter == stock.drafter, "the drafter computed other K and V"

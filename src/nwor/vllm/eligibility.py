@@ -57,6 +57,35 @@ class EngineRefusal(StrEnum):
     """Found by the worker: a backend whose block layout nwor does not know."""
 
 
+SWITCHES_V2 = (
+    (
+        "speculative_config",
+        "enable_adaptive_verification",
+        EngineRefusal.ADAPTIVE,
+        "adaptive verification: the host does not know how many drafts a request verifies",
+    ),
+    (
+        "parallel_config",
+        "enable_batch_sharded_sampling",
+        EngineRefusal.SHARDED_SAMPLING,
+        "sampling sharded over requests",
+    ),
+    (
+        "parallel_config",
+        "enable_elastic_ep",
+        EngineRefusal.RUNNER,
+        "elastic expert parallelism: its warm-up redirects writes",
+    ),
+    (
+        "attention_config",
+        "hisparse_config",
+        EngineRefusal.RUNNER,
+        "sparse attention with a cache of its own",
+    ),
+)
+"""V2: section, switch, reason, what is found where the switch is on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """One reason.
@@ -85,7 +114,7 @@ def config_refusals(
 
     Args:
         config: the engine's configuration.
-        connectors: KV connectors the user vouches for, besides `SAFE_CONNECTORS`.
+        connectors: KV connectors the user vouches for, on V1 besides `SAFE_CONNECTORS`.
         experimental: what is served although nobody has run it.
     """
     if config.use_v2_model_runner:
@@ -94,7 +123,8 @@ def config_refusals(
         yield from _runner_v1_refusals(config)
     yield from _parallel_refusals(config.parallel_config)
     yield from _model_refusals(config)
-    yield from _connector_refusals(config.kv_transfer_config, {*SAFE_CONNECTORS, *connectors})
+    safe = () if config.use_v2_model_runner else SAFE_CONNECTORS
+    yield from _connector_refusals(config.kv_transfer_config, {*safe, *connectors})
 
 
 def _runner_v1_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
@@ -131,18 +161,9 @@ def _runner_v2_refusals(config: Any, experimental: Collection[str]) -> Iterator[
     elif device not in {"cpu", "cuda"}:
         yield Refusal(EngineRefusal.PLATFORM, f"the V2 runner on device {device}", "none")
     yield from _drafter_refusals(speculative, PROVEN_DRAFTERS_V2)
-    if getattr(speculative, "enable_adaptive_verification", False):
-        yield Refusal(
-            EngineRefusal.ADAPTIVE,
-            "adaptive verification: the host does not know how many drafts a request verifies",
-            "switch enable_adaptive_verification off",
-        )
-    if getattr(config.parallel_config, "enable_batch_sharded_sampling", False):
-        yield Refusal(
-            EngineRefusal.SHARDED_SAMPLING,
-            "sampling sharded over requests",
-            "switch enable_batch_sharded_sampling off",
-        )
+    for section, name, reason, found in SWITCHES_V2:
+        if getattr(getattr(config, section, None), name, None):
+            yield Refusal(reason, found, f"switch {name} off")
 
 
 def _drafter_refusals(speculative: Any, proven: Sequence[str]) -> Iterator[Refusal]:  # noqa: ANN401 - SpeculativeConfig

@@ -85,6 +85,11 @@ def _attach(settings: Settings, config: Any, caches: Sequence[Any]) -> None:  # 
     for cache in caches:
         setattr(cache, ATTRIBUTE, reservation)
     _banner(reservation, caches[0])
+    if not reservation.refusals and config.device_config.device_type == "cuda":
+        logger.warning(
+            "nwor: EXPERIMENTAL: nobody has run nwor under vLLM on a GPU yet; compare its output with "
+            "NWOR_MODE=off before you rely on it"
+        )
 
 
 def _banner(reservation: Reservation, cache: Any) -> None:  # noqa: ANN401

@@ -36,11 +36,13 @@ class RunV2(Run):
         drafter: the drafter's K and V by (request, position), after it has drafted.
         unrestored: steps after whose commit tables or slot mappings were not vLLM's.
         verifying: most requests that verified in one step.
+        first_drafts: by request, drafts in its first step.
     """
 
     drafter: dict[tuple[str, int], bytes] = field(default_factory=dict)
     unrestored: int = 0
     verifying: int = 0
+    first_drafts: dict[str, int] = field(default_factory=dict)
 
 
 class EngineV2(Engine):
@@ -144,6 +146,11 @@ class AuditV2:
             self.run.verifying = max(self.run.verifying, int((drafts > 0).sum()))
             self.run.drafts += int(drafts.sum())
             self.run.accepted += int(drafts.sum() - num_rejected.sum())
+        for row, request in enumerate(self.batch.req_ids):
+            drafts = self.batch.num_draft_tokens_per_req
+            self.run.first_drafts.setdefault(
+                request.rsplit("-", 1)[0], 0 if drafts is None else int(drafts[row])
+            )
         self.new = self.find_durable(num_rejected)
         self.compare()
         return stock(self.runner, index, sampled, num_sampled, num_rejected, loc)

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from harness import greedy, prompts
 from harness_v2 import EngineV2
 from vllm import SamplingParams
 
 from nwor.manager import Mode
 from nwor.store.admission import OverlayRefusal
+from nwor.store.triton_window import TritonWindow
 
 Get = Callable[..., EngineV2]
 
@@ -77,18 +79,29 @@ def test_shared_prefix_and_a_newcomer_that_verifies_at_once(engine: Get) -> None
     llm = engine(k=4)
     shared = prompts(65)[0]
     texts = [shared + tail[1:] for tail in prompts(8, 1, 3, seed=1)]
-    stock, staged = llm.both(texts, greedy(20), arrive={1: 4, 2: 6})
+    stock, staged = llm.both(texts, greedy(12), arrive={1: 3, 2: 4})
     assert min(position for name, position, _ in staged.rows if name == "1") == 64
+    assert staged.first_drafts == {"0": 0, "1": 4, "2": 0}
     assert stock.accepted
 
 
-def test_a_page_shared_while_it_is_staged(engine: Get) -> None:
+def test_a_page_shared_while_it_is_staged(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer continues another request's text whose last page that one is filling just now."""
     llm = engine(k=4)
+    fill, met = TritonWindow.fill, []
+
+    def watched(self: TritonWindow, requests: int, newcomers: int) -> None:
+        before = [table.clone() for table in llm.runner.block_tables.input_block_tables]
+        fill(self, requests, newcomers)
+        same = map(torch.equal, before, llm.runner.block_tables.input_block_tables)
+        met.append(newcomers > 0 and not all(same))
+
+    monkeypatch.setattr(TritonWindow, "fill", watched)
     first = prompts(24)[0]
     text = first + llm.run([first], greedy(24), Mode.OFF).tokens["0"]
-    for step in range(2, 9):  # one of them meets the page in the step that fills it
-        llm.both([first, text[:40]], [greedy(24), greedy(4)], arrive={1: step})
+    for step in range(5, 8):  # one of them meets the page in the step that fills it
+        llm.both([first, text[:40]], [greedy(20), greedy(4)], arrive={1: step})
+    assert any(met)
 
 
 def test_chunked_prefill_beside_verification(engine: Get) -> None:

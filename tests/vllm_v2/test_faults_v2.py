@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +61,16 @@ def break_off(llm: EngineV2, error: type[BaseException], match: str = "") -> Non
         assert torch.equal(then[1], now[1])
     assert all(map(torch.equal, audit.tables(), audit.expected)), "edits were left in the tables"
     assert llm.overlay.window is None
-    engine.abort_request([str(i) for i in range(len(TEXTS))])
-    llm.runner.execute_model_state = None
-    llm.drain()
+    clear(llm)
     assert llm.overlay.pages.pages_in_use == 0
     llm.overlay.pages.check_integrity()
+
+
+def clear(llm: EngineV2) -> None:
+    """Give up what a failed step has left in the engine."""
+    llm.llm.llm_engine.abort_request([str(i) for i in range(len(TEXTS))])
+    llm.runner.execute_model_state = None
+    llm.drain()
 
 
 @pytest.mark.parametrize("error", [InjectedFaultError, KeyboardInterrupt])
@@ -130,7 +136,10 @@ def test_what_the_device_finds_wrong_is_counted_and_with_strict_raised(
     """A slot mapping that contradicts its table, in one step: that request is left alone."""
     llm = engine(k=4)
     begin, calls = llm.overlay.begin, itertools.count(1)
-    before = llm.runner.nwor.refused()["mapping_differs"]
+    refused, before = llm.runner.nwor.refused, llm.runner.nwor.refused()
+
+    def new(before: Counter[str]) -> Counter[str]:
+        return refused() - before
 
     def corrupted(batch: Any) -> Any:
         if next(calls) == 2:
@@ -141,13 +150,17 @@ def test_what_the_device_finds_wrong_is_counted_and_with_strict_raised(
         patch.setattr(llm.overlay, "begin", corrupted)
         if strict:
             patch.setattr(llm.runner.nwor, "_strict", True)
-            llm.overlay.faults.clear()
-            break_off(llm, NworError, "mapping_differs")
+            patch.setattr(llm.runner.nwor, "refused", lambda: new(before))
+            with pytest.raises(NworError, match="mapping_differs"):
+                llm.run(TEXTS, greedy(8), Mode.STAGE)
+            assert next(calls) == 4, "the step after the one that was left alone raises"
+            clear(llm)
         else:
             llm.run(TEXTS, greedy(8), Mode.STAGE)
     llm.drain()
-    assert llm.counters()
-    assert llm.runner.nwor.refused()["mapping_differs"] == (1 if strict else before + 1)
+    llm.counters()
+    assert new(before) == {"mapping_differs": 1}
+    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_no_step_waits_for_the_device(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_ragged_batch_with_a_request_without_drafts_between() -> None:
 
 @pytest.mark.parametrize("page_size", [4, 16, 32, 128])
 @pytest.mark.parametrize(
-    ("layout", "dtype"), zip(LAYOUTS, itertools.cycle(DTYPES), strict=False), ids=str
+    ("layout", "dtype"), list(zip(LAYOUTS, itertools.cycle(DTYPES), strict=False)), ids=str
 )
 def test_layouts_dtypes_and_page_sizes(layout: Layout, dtype: torch.dtype, page_size: int) -> None:
     """First window, windows over a page edge, steady state; beside a group that differs in all."""

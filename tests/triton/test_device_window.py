@@ -1,4 +1,4 @@
-"""The device overlay on its own: what it refuses, what it counts, and what it does when launches fail."""
+"""The device overlay on its own: what it refuses, what it counts, what it does when launches fail."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from twins import DEVICE, MAX_TOKENS, Spec, Twins, whole_bytes
 
+from nwor import KVRows
 from nwor.errors import (
     CommitError,
     InputError,
@@ -23,6 +24,7 @@ from nwor.store import device_overlay
 from nwor.store.device_overlay import DeviceBatch, DeviceFault, DeviceGroup, DeviceOverlay
 from nwor.store.device_transfer import RING, UploadRing
 from nwor.store.overlay import OverlayRefusal
+from nwor.testing import everything as everything_of
 from nwor.testing import fail_at
 
 
@@ -118,8 +120,11 @@ class TestFaults:
         group = twins.device.groups[0]
         device = DeviceOverlay(
             [DeviceGroup(group.table, group.slots[:5], group.rows)],
-            **{"first_page": twins.first_page, "num_leases": 3, "max_requests": 6},
-            **{"max_tokens": 20, "max_drafts": 3},
+            first_page=twins.first_page,
+            num_leases=3,
+            max_requests=6,
+            max_tokens=20,
+            max_drafts=3,
         )
         before = everything(twins)
         device.begin(batch_of(twins)).abort()
@@ -225,7 +230,7 @@ class TestRefusals:
             DeviceOverlay([meta], first_page=8, **rest)
         with pytest.raises(InputError, match="at least one"):
             DeviceOverlay([], first_page=8, **rest)
-        with pytest.raises(LayoutError, match="staging needs pages 62..67"):
+        with pytest.raises(LayoutError, match=r"staging needs pages 62\.\.67"):
             DeviceOverlay(twins.device.groups, first_page=62, **rest)
         for name in ("max_requests", "max_tokens", "max_drafts"):
             with pytest.raises(InputError, match=f"{name} must be positive, got 0"):
@@ -254,8 +259,11 @@ class TestFailures:
         twins.drafts = {"b": 2, "c": 1}
         twins.prepare({"b": 3, "c": 2})
         before = everything(twins)
-        doing = (lambda original, *args: original(*args)) if after else None
-        with fail_at((twins.device.launches, where), 1, error, doing=doing), pytest.raises(error):
+        doing = everything_of if after else None
+        with (
+            fail_at((twins.device.launches, where), error=error, doing=doing),
+            pytest.raises(error),
+        ):
             twins.device.begin(batch_of(twins))
         assert same(before[:4], everything(twins)[:4])
         assert twins.device.window is None
@@ -270,8 +278,8 @@ class TestFailures:
             side.window = side.device.begin(batch_of(side))
             side.begun = everything(side)
         right.window.commit(rejecting(right, 1, 2))
-        doing = (lambda original, *args: original(*args)) if after else None
-        with fail_at((twins.device.launches, where), 1, error, doing=doing):
+        doing = everything_of if after else None
+        with fail_at((twins.device.launches, where), error=error, doing=doing):
             if error is KeyboardInterrupt:
                 with pytest.raises(error):
                     twins.window.commit(rejecting(twins, 1, 2))
@@ -347,6 +355,53 @@ def test_an_upload_under_way_is_not_overwritten() -> None:
         assert (target == number).all()
     assert len({source.ctypes.data for source in sources}) == RING
     assert all(sources[at] is sources[at + RING] for at in range(RING))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="sparse memory of the host")
+def test_far_tables_slots_and_rows() -> None:
+    """Byte offsets beyond 2**32 in a table, a slot mapping and a store; slots beyond 2**31."""
+    size, pages, token, row = 2**28, 12, 2**30, 3
+    flat = torch.from_numpy(np.zeros(pages * size * 2, np.uint8))
+    shape, steps = (1, pages, size, 1, 1), (1, 2 * size, 2, 1, 1)
+    rows = KVRows(*(flat.as_strided(shape, steps, at) for at in (0, 1)))
+    stride = 2**30 + 7
+    table = torch.from_numpy(np.zeros(4 * stride, np.int32)).view(4, stride)[:, :5]
+    slots, positions = (torch.from_numpy(np.zeros(token + 8, np.int64)) for _ in range(2))
+    starts = torch.tensor([0, 0, 0, token, token + 3], dtype=torch.int32)
+    device = DeviceOverlay(
+        [DeviceGroup(table, slots, (rows,))],
+        first_page=10,
+        num_leases=1,
+        max_requests=4,
+        max_tokens=8,
+        max_drafts=2,
+    )
+    start = 2 * size - 1  # the last row of one page, the first of the next
+    table[row, 1:3] = torch.tensor([9, 8])
+    home = [9 * size + size - 1, 8 * size, 8 * size + 1]
+    slots[token : token + 3] = torch.tensor(home)
+    positions[token : token + 3] = start + torch.arange(3)
+    device.state.notes[0, 0, 1] = torch.tensor([1, 9, size - 1, 0])  # spares copying a page
+    batch = DeviceBatch(["r"], *np.array([[row], [3], [2]]), starts, positions)
+    window = device.begin(batch)
+    staged = [11 * size + size - 1, 10 * size, 10 * size + 1]
+    assert table[row, :4].tolist() == [0, 11, 10, 0]
+    assert slots[token : token + 3].tolist() == staged
+    for number, slot in enumerate(staged):
+        rows.key[0, slot // size, slot % size], rows.value[0, slot // size, slot % size] = (
+            number + 1,
+            number + 101,
+        )
+    window.commit(torch.tensor([0, 0, 0, 1], dtype=torch.int32))
+    assert table[row, :4].tolist() == [0, 9, 8, 0]
+    assert slots[token : token + 3].tolist() == home
+    found = [
+        (int(rows.key[0, s // size, s % size]), int(rows.value[0, s // size, s % size]))
+        for s in home
+    ]
+    assert found == [(1, 101), (2, 102), (0, 0)]
+    device.collect(wait=True)
+    assert not device.faults
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="about hosts without a GPU")

@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := test,lint,numba,triton,engine,demo
 
-.PHONY: help venv demo test test-vllm test-triton check-vllm lint format bench mutants clean
+.PHONY: help venv demo test test-vllm test-v2 test-triton check-vllm lint format bench mutants clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,9 +38,10 @@ demo: venv
 
 # vLLM and Triton's interpreter change process-wide state: their tests run in processes of their own.
 test: venv
-	$(BIN)/python -m pytest --ignore=tests/vllm --ignore=tests/triton
+	$(BIN)/python -m pytest --ignore=tests/vllm --ignore=tests/vllm_v2 --ignore=tests/triton
 	$(MAKE) --no-print-directory test-triton
 	$(MAKE) --no-print-directory test-vllm
+	$(MAKE) --no-print-directory test-v2
 
 test-triton: venv
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))'; \
@@ -51,6 +52,12 @@ test-vllm: venv
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("vllm"))'; \
 	then $(BIN)/python -m pytest tests/vllm; \
 	else echo "==> skipped tests/vllm: vLLM is not installed"; fi
+
+# vLLM's V2 runner under Triton's interpreter.
+test-v2: venv
+	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("vllm") and u.find_spec("triton")))'; \
+	then $(BIN)/python -m pytest tests/vllm_v2; \
+	else echo "==> skipped tests/vllm_v2: vLLM or Triton is not installed"; fi
 
 # Does a vLLM that is not installed have the symbols nwor relies on? The newest one on pip's index,
 # or VERSION=release of it, or WHEEL=path of a wheel.

@@ -24,6 +24,7 @@ DTYPES = [
     torch.uint8,
 ]
 MOVERS = ["torch", "numba"]
+JOINT = {Layout.INTERLEAVED, Layout.VLLM_CPU, Layout.FUSED}
 
 
 def element(layout: Layout, block: torch.Tensor, part: int, slot: int, head: int, d: int) -> int:
@@ -34,6 +35,10 @@ def element(layout: Layout, block: torch.Tensor, part: int, slot: int, head: int
         page, row = divmod(slot, size)
         inside = d * size + row if part == 0 else size * dim + row * dim + d
         return (page * heads + head) * size * width + inside
+    if layout is Layout.FUSED:
+        _, heads, size, width = block.shape
+        page, row = divmod(slot, size)
+        return ((page * heads + head) * size + row) * width + part * width // 2 + d
     if layout is Layout.INTERLEAVED:
         _, _, size, heads, dim = block.shape
         page, row = divmod(slot, size)
@@ -59,9 +64,10 @@ def test_views_find_every_element(layout: Layout) -> None:
         Layout.DENSE: (pages, heads, size, dim),
         Layout.INTERLEAVED: (pages, 2, size, heads, dim),
         Layout.VLLM_CPU: (pages, heads, size, 2 * dim),
+        Layout.FUSED: (pages, heads, size, 2 * dim),
     }[layout]
     count = torch.Size(shape).numel()
-    joint = layout in {Layout.INTERLEAVED, Layout.VLLM_CPU}
+    joint = layout in JOINT
     blocks = [torch.arange(count).view(shape)]
     if not joint:
         blocks.append(torch.arange(count).view(shape) + 1000)
@@ -178,7 +184,7 @@ def test_mixed_shapes_of_key_and_value() -> None:
     assert store.row_bytes == (8 + 10) * 4
 
 
-@pytest.mark.parametrize("layout", [Layout.NHD, Layout.HND, Layout.INTERLEAVED, Layout.VLLM_CPU])
+@pytest.mark.parametrize("layout", [Layout.NHD, Layout.HND, *sorted(JOINT)])
 def test_offsets_beyond_int32(layout: Layout) -> None:
     """A store of hundreds of GiB on the meta device: chunk numbers and strides stay exact."""
     shape = {
@@ -186,9 +192,10 @@ def test_offsets_beyond_int32(layout: Layout) -> None:
         Layout.HND: (1 << 21, 8, 16, 128),
         Layout.INTERLEAVED: (1 << 21, 2, 16, 8, 128),
         Layout.VLLM_CPU: (1 << 21, 8, 16, 256),
+        Layout.FUSED: (1 << 21, 8, 16, 256),
     }[layout]
     cache = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    joint = layout in {Layout.INTERLEAVED, Layout.VLLM_CPU}
+    joint = layout in JOINT
     key, value = page_views(layout, *((cache,) if joint else (cache, cache)))
     slot = key.shape[0] * key.shape[1] - 1
     page, row = divmod(slot, key.shape[1])

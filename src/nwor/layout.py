@@ -22,7 +22,7 @@ from nwor.errors import LayoutError
 class Layout(StrEnum):
     """Shapes of KV tensors that nwor knows, per layer.
 
-    The first three and `DENSE` are K and V tensors apart; `INTERLEAVED` and `VLLM_CPU` hold both.
+    The first three and `DENSE` are K and V tensors apart; the others hold both.
     """
 
     SLOTS = "slots"
@@ -37,6 +37,8 @@ class Layout(StrEnum):
     """``[pages, 2, page_size, heads, dim]``."""
     VLLM_CPU = "vllm_cpu"
     """``[blocks, heads, block_size, 2 * dim]``, K column-major inside its half of a block and head."""
+    FUSED = "fused"
+    """``[blocks, heads, block_size, 2 * dim]``, any strides: K of a row and head, then its V."""
 
     @classmethod
     def parse(cls, name: str) -> Layout:
@@ -49,7 +51,7 @@ class Layout(StrEnum):
 
 
 _SEPARATE = {Layout.SLOTS: 3, Layout.NHD: 4, Layout.HND: 4, Layout.DENSE: 4}
-_JOINT = {Layout.INTERLEAVED: 5, Layout.VLLM_CPU: 4}
+_JOINT = {Layout.INTERLEAVED: 5, Layout.VLLM_CPU: 4, Layout.FUSED: 4}
 
 
 def page_views(layout: Layout | str, *caches: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,20 +81,28 @@ def page_views(layout: Layout | str, *caches: Tensor) -> tuple[Tensor, Tensor]:
             return caches[0], caches[1]
         case Layout.HND | Layout.DENSE:
             return caches[0].transpose(1, 2), caches[1].transpose(1, 2)
-        case Layout.INTERLEAVED:
-            if caches[0].shape[1] != 2:
-                shape = tuple(caches[0].shape)
-                raise LayoutError(f"layout {layout} needs 2 at dim 1 (K and V), got shape {shape}")
-            return caches[0][:, 0], caches[0][:, 1]
-        case Layout.VLLM_CPU:
-            return _packed_views(caches[0])
+        case _:
+            return _joint_views(layout, caches[0])
+
+
+def _joint_views(layout: Layout, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """View the one tensor that holds K and V."""
+    shape = tuple(cache.shape)
+    if layout is Layout.INTERLEAVED:
+        if shape[1] != 2:
+            raise LayoutError(f"layout {layout} needs 2 at dim 1 (K and V), got shape {shape}")
+        return cache[:, 0], cache[:, 1]
+    if shape[3] % 2:
+        raise LayoutError(f"layout {layout} is 2 * dim wide, got the odd width {shape[3]}")
+    if layout is Layout.VLLM_CPU:
+        return _packed_views(cache)
+    key, value = cache.transpose(1, 2).chunk(2, dim=-1)
+    return key, value
 
 
 def _packed_views(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Split vLLM's CPU block: K of token t at ``d * block + t``, V at ``block * dim + t * dim + d``."""
     blocks, heads, block, width = cache.shape
-    if width % 2:
-        raise LayoutError(f"a vllm_cpu block is 2 * dim wide, got the odd width {width}")
     if cache.stride(3) != 1 or cache.stride(2) != width:
         raise LayoutError(f"vllm_cpu blocks must be contiguous, got strides {cache.stride()}")
     dim, start = width // 2, cache.storage_offset()

@@ -41,10 +41,11 @@ def make_store(
         Layout.DENSE: (2, layers, pages, heads, page_size, dim),
         Layout.INTERLEAVED: (layers, pages, 2, page_size, heads, dim),
         Layout.VLLM_CPU: (layers, pages, heads, page_size, 2 * dim),
+        Layout.FUSED: (layers, pages, heads, page_size, 2 * dim),
     }
     size = torch.Size(shapes[layout]).numel() * dtype.itemsize
     block = torch.full((size,), CANARY, dtype=torch.uint8).view(dtype).view(shapes[layout])
-    if layout in {Layout.INTERLEAVED, Layout.VLLM_CPU}:
+    if layout in {Layout.INTERLEAVED, Layout.VLLM_CPU, Layout.FUSED}:
         return KVRows.of(layout, list(block))
     return KVRows.of(layout, list(zip(block[0], block[1], strict=True)))
 

@@ -14,7 +14,7 @@ import pytest
 from nwor.errors import InputError
 from nwor.manager import Mode
 from nwor.vllm.check_wheel import WheelSource, check_wheel, main, more
-from nwor.vllm.runner_v1 import RunnerWindows
+from nwor.vllm.runner_v1 import WindowsV1
 from nwor.vllm.seams import (
     EXECUTE,
     LEDGER,
@@ -151,7 +151,7 @@ def test_the_hot_wrappers_pass_on_what_they_do_not_know() -> None:
             return method
 
     runner = Runner()
-    windows = RunnerWindows(
+    windows = WindowsV1(
         runner, SimpleNamespace(settings=SimpleNamespace(strict=False)), overlay=None
     )
     windows.set_mode(Mode.IMMEDIATE)

@@ -50,8 +50,10 @@ def test_all_settings() -> None:
         "NWOR_STRICT": "1",
         "NWOR_STAGING_PAGES": "12",
         "NWOR_MOVER": "torch",
+        "NWOR_EXPERIMENTAL": "cuda",
     }
-    assert read_settings(environ) == Settings(Mode.IMMEDIATE, True, 12, "torch")
+    expected = Settings(Mode.IMMEDIATE, True, 12, "torch", experimental=("cuda",))
+    assert read_settings(environ) == expected
     assert unknown_variables({**environ, "NWOR_MOED": "off"}) == ["NWOR_MOED"]
 
 
@@ -60,6 +62,7 @@ def test_all_settings() -> None:
     [
         ("NWOR_MODE", "staged", ModeError),
         ("NWOR_STRICT", "yes", InputError),
+        ("NWOR_EXPERIMENTAL", "cuda,rocm", InputError),
         ("NWOR_STAGING_PAGES", "0", InputError),
         ("NWOR_STAGING_PAGES", "many", InputError),
         ("NWOR_MOVER", "memcpy", InputError),
@@ -103,7 +106,8 @@ def test_checked_version_is_hooked_once(
     monkeypatch.setattr(plugin, "vllm_version", lambda: "0.32.0+cpu")
     plugin.register()
     plugin.register()
-    assert unregistered == [seams.CORE, seams.SCHEDULER, seams.RUNNER, seams.LOGGERS]
+    modules = [seams.CORE, seams.SCHEDULER, seams.RUNNER, seams.RUNNER_V2, seams.LOGGERS]
+    assert unregistered == modules
 
 
 def test_off_hooks_nothing(unregistered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +230,7 @@ def config(**changes: Any) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             enable_dbo=False,
+            ubatch_size=0,
         ),
         speculative_config=SimpleNamespace(method="ngram", num_speculative_tokens=4),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -256,7 +261,6 @@ def transfer(name: str, module: str | None = None, *children: dict[str, str]) ->
 @pytest.mark.parametrize(
     ("change", "value", "reason"),
     [
-        ("use_v2_model_runner", True, EngineRefusal.RUNNER),
         ("device_config__device_type", "cuda", EngineRefusal.PLATFORM),
         ("speculative_config__method", "eagle", EngineRefusal.DRAFTER),
         ("parallel_config__pipeline_parallel_size", 2, EngineRefusal.PIPELINE),
@@ -264,6 +268,7 @@ def transfer(name: str, module: str | None = None, *children: dict[str, str]) ->
         ("parallel_config__prefill_context_parallel_size", 2, EngineRefusal.CONTEXT_PARALLEL),
         ("scheduler_config__async_scheduling", True, EngineRefusal.ASYNC_SCHEDULING),
         ("parallel_config__enable_dbo", True, EngineRefusal.MICROBATCHING),
+        ("parallel_config__ubatch_size", 2, EngineRefusal.MICROBATCHING),
         ("model_config__is_encoder_decoder", True, EngineRefusal.ENCODER_DECODER),
         ("cache_config__kv_sharing_fast_prefill", True, EngineRefusal.KV_SHARING),
         ("kv_transfer_config", transfer("NixlConnector"), EngineRefusal.CONNECTOR),
@@ -275,6 +280,59 @@ def test_what_is_not_proven_is_refused(change: str, value: Any, reason: EngineRe
     assert refusal.reason is reason
     assert refusal.found
     assert refusal.remedy
+
+
+def config_v2(**changes: Any) -> Any:
+    """A `VllmConfig` with the V2 runner that is served under Triton's interpreter."""
+    async_v2 = {"scheduler_config__async_scheduling": True, "use_v2_model_runner": True}
+    return config(**{**async_v2, "speculative_config__method": "draft_model", **changes})
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "reason"),
+    [
+        ("device_config__device_type", "cuda", EngineRefusal.PLATFORM),
+        ("device_config__device_type", "xpu", EngineRefusal.PLATFORM),
+        ("speculative_config__method", "ngram", EngineRefusal.DRAFTER),
+        ("speculative_config__method", "eagle3", EngineRefusal.DRAFTER),
+        ("speculative_config__method", "mtp", EngineRefusal.DRAFTER),
+        ("speculative_config__enable_adaptive_verification", True, EngineRefusal.ADAPTIVE),
+        ("parallel_config__enable_batch_sharded_sampling", True, EngineRefusal.SHARDED_SAMPLING),
+        ("parallel_config__enable_elastic_ep", True, EngineRefusal.RUNNER),
+        ("attention_config", SimpleNamespace(hisparse_config=object()), EngineRefusal.RUNNER),
+        ("parallel_config__pipeline_parallel_size", 2, EngineRefusal.PIPELINE),
+        ("parallel_config__enable_dbo", True, EngineRefusal.MICROBATCHING),
+        ("kv_transfer_config", transfer("ExampleConnector"), EngineRefusal.CONNECTOR),
+    ],
+)
+def test_what_is_not_proven_on_v2_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: str, value: Any, reason: EngineRefusal
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not list(config_refusals(config_v2()))
+    (refusal,) = config_refusals(config_v2(**{change: value}))
+    assert refusal.reason is reason
+    assert refusal.found
+    assert refusal.remedy
+
+
+def test_v2_on_a_cpu_is_served_under_the_interpreter_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (refusal,) = config_refusals(config_v2())
+    assert refusal.reason is EngineRefusal.PLATFORM
+
+
+def test_v2_on_a_gpu_is_served_on_request_only() -> None:
+    gpu = config_v2(device_config__device_type="cuda")
+    (refusal,) = config_refusals(gpu)
+    assert "NWOR_EXPERIMENTAL=cuda" in refusal.remedy
+    assert not list(config_refusals(gpu, experimental=("cuda",)))
+    v1 = config(device_config__device_type="cuda")
+    assert [r.reason for r in config_refusals(v1, experimental=("cuda",))] == [
+        EngineRefusal.PLATFORM
+    ]
 
 
 def test_connectors_are_trusted_by_declaration_only() -> None:
@@ -339,7 +397,7 @@ def test_groups_that_are_refused() -> None:
 def test_the_reservation_is_bounded(
     monkeypatch: pytest.MonkeyPatch, blocks: int, pages: int | None, needed: int, leases: int
 ) -> None:
-    monkeypatch.setattr("nwor.vllm.reservation.check_seams", dict)
+    monkeypatch.setattr("nwor.vllm.reservation.check_seams", lambda _: {})
     cache = CacheConfig(blocks, [group(FullAttentionSpec()), group(FullAttentionSpec())])
     settings = Settings(staging_pages=pages)
     found = reserve(settings, config(), cache, lambda _, left: left.num_blocks / needed)

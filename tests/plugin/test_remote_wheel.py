@@ -181,7 +181,7 @@ def test_what_is_required_beyond_a_strict_seam_fails(
     index: Index, capsys: pytest.CaptureFixture[str], *, strict: bool, code: int
 ) -> None:
     edit = (
-        ("def prepare_attn(self, input_batch)", "def prepare_attn(self, input_batch, extra)")
+        ("config(vllm_config, kv_cache_config)", "config(vllm_config, kv_cache_config, extra)")
         if strict
         else ("kv_cache_specs, available_memory)", "kv_cache_specs, available_memory, extra)")
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,21 +17,12 @@ import pytest
 HERE = Path(__file__).parent
 MISSING = "vLLM is not installed (README: installing the vLLM test environment)"
 
-# Before vLLM is imported anywhere. One process, so that tests can look into the engine.
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_CI_ENV="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="WARNING",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_PLUGINS="nwor",
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-    OMP_NUM_THREADS="1",  # tiny models; two spinning threads on two busy cores take seconds a step
-    PYTHONPATH=os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-)
 sys.path.insert(0, str(HERE))
+
+from fixtures import models, one_at_a_time, use_vllm  # noqa: E402, F401 - a fixture
+
+use_vllm()
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
@@ -52,38 +43,9 @@ def pytest_report_header() -> str:
     return "" if find_spec("vllm") else f"tests/vllm skipped: {MISSING}"
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Tiny seeded models, written when first asked for."""
-    from tiny_models import write_model
-
-    root = tmp_path_factory.mktemp("models")
-
-    def path(name: str) -> str:
-        target = root / name
-        if not target.exists():
-            write_model(name, target)
-        return str(target)
-
-    return path
-
-
-_ENGINE: dict[str, object] = {}
-
-
 @pytest.fixture
-def engine(models: Callable[[str], str]) -> Iterator[Callable[..., object]]:
+def engine(models: Callable[[str], str]) -> Callable[..., object]:  # noqa: F811
     """One engine at a time, kept while tests ask for the same one."""
     from harness import Engine
 
-    def get(model: str = "llama", **options: object) -> Engine:
-        settings = {k: v for k, v in os.environ.items() if k.startswith("NWOR_")}
-        key = repr((model, sorted(options.items()), settings))
-        if key not in _ENGINE:
-            for old in _ENGINE.values():
-                old.close()
-            _ENGINE.clear()
-            _ENGINE[key] = Engine(models(model), **options)
-        return _ENGINE[key]
-
-    return get
+    return one_at_a_time(Engine, models)

@@ -136,9 +136,9 @@ class Engine:
         llm_engine = self.llm.llm_engine
         if not keep_prefix:
             assert self.llm.reset_prefix_cache()
+        run = self.make_run()
+        audit = self.audit(run)
         self.runner.nwor.set_mode(mode)
-        run = Run()
-        audit = Audit(self, run)
         each = params if isinstance(params, list) else [params] * len(prompts)
         waiting = {i: (arrive or {}).get(i, 0) for i in range(len(prompts))}
         step = 0
@@ -170,8 +170,17 @@ class Engine:
         stock = self.run(prompts, params, Mode.OFF, **options)
         before = self.counters()
         staged = self.run(prompts, params, Mode.STAGE, **options)
-        check(self, stock, staged, before)
+        self.check(stock, staged, before)
         return stock, staged
+
+    def check(self, stock: Run, staged: Run, before: dict[str, Any]) -> None:
+        check(self, stock, staged, before)
+
+    def make_run(self) -> Run:
+        return Run()
+
+    def audit(self, run: Run) -> Audit:
+        return Audit(self, run)
 
     def counters(self) -> dict[str, Any]:
         return self.runner.nwor.metrics.snapshot()

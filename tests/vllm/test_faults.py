@@ -200,7 +200,7 @@ def test_a_renamed_symbol_is_refused(
     engine: Get, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
 ) -> None:
     renamed = dataclasses.replace(seams.SAMPLE, name="GPUModelRunner._sample_renamed")
-    monkeypatch.setattr(reservation, "check_seams", lambda: seams.check_seams([renamed]))
+    monkeypatch.setattr(reservation, "check_seams", lambda _: seams.check_seams([renamed]))
     llm = refused(engine, EngineRefusal.SEAM, k=5)
     assert not hasattr(llm.runner, "nwor")
     assert generate(llm) == expected

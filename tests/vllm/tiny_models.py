@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -17,12 +19,60 @@ from transformers import (
 )
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+NOISE = {"llama-draft": 0.02, "llama-near": 0.006}
 VOCAB = SPECIAL + [chr(c) for c in range(32, 127)] + ["\n"]
 
 
+def write_eagle(path: Path) -> None:
+    """Write an EAGLE head that hands on the target's hidden states, roughly.
+
+    So it drafts the last token again, which is right now and then. Two layers: K and V of the second
+    follow from what the attention of the first one reads. Embedding and output are the target's.
+    """
+    size, inner = 64, 128
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(VOCAB),
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+    }
+    weights = {"fc.weight": torch.cat((torch.randn(size, size) * 0.02, torch.eye(size)), 1)}
+    for layer in range(2):
+        shapes = {
+            "self_attn.q_proj": (size, size),
+            "self_attn.k_proj": (size, size),
+            "self_attn.v_proj": (size, size),
+            "self_attn.o_proj": (size, size),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        }
+        for name, shape in shapes.items():
+            weights[f"layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.1
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"layers.{layer}.{name}.weight"] = torch.ones(size)
+    del weights["layers.0.input_layernorm.weight"]  # the head's first layer has none
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "model.safetensors")
+
+
 def write_model(name: str, path: Path) -> None:
-    """Write ``llama``, ``llama-draft`` (the same with noise) or ``gemma3`` (window of 48)."""
+    """Write ``llama``, ``llama-draft`` or ``llama-near`` (the same with noise), or ``gemma3``.
+
+    ``llama-eagle`` is an EAGLE head for ``llama``.
+    """
     torch.manual_seed(0)
+    if name == "llama-eagle":
+        write_eagle(path)
+        return
     common = {
         "vocab_size": len(VOCAB),
         "hidden_size": 64,
@@ -46,10 +96,10 @@ def write_model(name: str, path: Path) -> None:
         model = LlamaForCausalLM(
             LlamaConfig(**common, num_hidden_layers=2, tie_word_embeddings=False)
         )
-    if name == "llama-draft":
+    if name in NOISE:
         with torch.no_grad():
             for weight in model.parameters():
-                weight.add_(torch.randn_like(weight), alpha=0.02)
+                weight.add_(torch.randn_like(weight), alpha=NOISE[name])
     model.to(torch.float32).save_pretrained(path)
     tokenizer = Tokenizer(WordLevel({text: i for i, text in enumerate(VOCAB)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -22,7 +22,7 @@ from nwor.errors import InputError, LayoutError
 from nwor.manager import Mode
 from nwor.vllm.eligibility import config_refusals
 from nwor.vllm.plugin import version_checked
-from nwor.vllm.seams import CHECKED_VERSIONS, SEAMS, check_seams
+from nwor.vllm.seams import CHECKED_VERSIONS, SEAMS, V2_SEAMS, Seam, check_seams
 from nwor.vllm.settings import VARIABLES, read_settings, unknown_variables
 
 OK, REFUSED, MISSING = range(3)
@@ -140,9 +140,9 @@ def _settings() -> Iterator[Check]:
         yield Check(name, good=False, found="is not a setting of nwor", remedy="correct the name")
 
 
-def _symbols() -> Iterator[Check]:
-    wrong = check_seams()
-    for seam in SEAMS:
+def _symbols(seams: Sequence[Seam] = SEAMS) -> Iterator[Check]:
+    wrong = check_seams(seams)
+    for seam in seams:
         problem = wrong.get(seam.path)
         yield Check(
             seam.path.removeprefix("vllm.v1."),
@@ -165,7 +165,12 @@ def _model(args: argparse.Namespace) -> Iterator[Check]:
         speculative_config=json.loads(args.speculative_config),
         **optional,
     ).create_engine_config()
-    refusals = list(config_refusals(config, read_settings().connectors))
+    settings = read_settings()
+    if config.use_v2_model_runner:
+        yield from _symbols(V2_SEAMS)
+    refusals = list(
+        config_refusals(config, settings.connectors, experimental=settings.experimental)
+    )
     if not refusals:
         yield Check(f"model {args.model}", good=True, found="its configuration is served")
     for refusal in refusals:

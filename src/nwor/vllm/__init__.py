@@ -7,6 +7,8 @@ eligibility can this engine be served, and if not, why
 reservation staging pages kept back from the scheduler
 startup     hooks on what runs once: cache configuration, runner, scheduler, stat loggers
 geometry    which tables and rows a runner has; probe: is a row where we think it is
-runner_v1   the windows of the V1 runner
+windows     the windows of a runner: what V1 and V2 have in common
+runner_v1   where they begin and end in the V1 runner
+runner_v2   where they begin and end in the V2 runner
 stats       counters on their way from the worker to /metrics and the log
 """

@@ -24,6 +24,7 @@ from nwor.audit import AuditLevel, Batch, Findings, Kind, ShadowMap, Violation
 from nwor.audit.bytes import ByteAudit
 from nwor.audit.names import Ints
 from nwor.errors import LayoutError
+from nwor.store.paged import OverlayGroup
 from nwor.vllm import seams
 from nwor.vllm.geometry import CacheGroup, cache_groups
 
@@ -54,7 +55,7 @@ class RunnerAudit:
     def __init__(
         self,
         runner: Any,  # noqa: ANN401 - vLLM's GPUModelRunner
-        groups: list[CacheGroup],
+        groups: list[CacheGroup[OverlayGroup]],
         first_staging: int,
         level: AuditLevel,
     ) -> None:
@@ -243,7 +244,7 @@ def audit_of(runner: Any) -> RunnerAudit | None:  # noqa: ANN401 - GPUModelRunne
     return getattr(runner, ATTRIBUTE, None)
 
 
-def _window(runner: Any, group: CacheGroup) -> int | None:  # noqa: ANN401 - GPUModelRunner
+def _window(runner: Any, group: CacheGroup[OverlayGroup]) -> int | None:  # noqa: ANN401 - GPUModelRunner
     """Positions that attention of a group looks back, itself included."""
     spec = runner.kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
     return getattr(spec, "sliding_window", None) or None

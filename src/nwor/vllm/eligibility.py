@@ -6,13 +6,18 @@ has not been proven and is refused: the engine then runs exactly as it would wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 PROVEN_DRAFTERS = ("ngram", "draft_model", "custom_class")
-"""They propose after the restore, with tables of their own or none."""
+"""V1: they propose after the restore, with tables of their own or none."""
+
+PROVEN_DRAFTERS_V2 = ("draft_model", "eagle")
+"""V2: a draft model works out its slots from the source tables and reads the restored input tables;
+EAGLE reuses the target's metadata and slot mappings, views of what is restored."""
 
 PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 """Cache kinds with one K and V row per token and a slot mapping."""
@@ -31,6 +36,9 @@ class EngineRefusal(StrEnum):
     """Why an engine is left alone; also the label on ``nwor:fallbacks_total``."""
 
     RUNNER = "runner_v2"
+    """A V2 runner with a part that nwor does not know."""
+    ADAPTIVE = "adaptive_verification"
+    SHARDED_SAMPLING = "batch_sharded_sampling"
     PLATFORM = "platform"
     DRAFTER = "drafter"
     PIPELINE = "pipeline_parallel"
@@ -48,6 +56,35 @@ class EngineRefusal(StrEnum):
     """Found by the worker: rows are not where the backend's layout says."""
     BACKEND = "attention_backend"
     """Found by the worker: a backend whose block layout nwor does not know."""
+
+
+SWITCHES_V2 = (
+    (
+        "speculative_config",
+        "enable_adaptive_verification",
+        EngineRefusal.ADAPTIVE,
+        "adaptive verification: the host does not know how many drafts a request verifies",
+    ),
+    (
+        "parallel_config",
+        "enable_batch_sharded_sampling",
+        EngineRefusal.SHARDED_SAMPLING,
+        "sampling sharded over requests",
+    ),
+    (
+        "parallel_config",
+        "enable_elastic_ep",
+        EngineRefusal.RUNNER,
+        "elastic expert parallelism: its warm-up redirects writes",
+    ),
+    (
+        "attention_config",
+        "hisparse_config",
+        EngineRefusal.RUNNER,
+        "sparse attention with a cache of its own",
+    ),
+)
+"""V2: section, switch, reason, what is found where the switch is on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +108,71 @@ class Refusal:
 def config_refusals(
     config: Any,  # noqa: ANN401 - vllm.config.VllmConfig
     connectors: Collection[str] = (),
+    *,
+    experimental: Collection[str] = (),
 ) -> Iterator[Refusal]:
     """Yield what in a `VllmConfig` with speculation stands in the way.
 
     Args:
         config: the engine's configuration.
-        connectors: KV connectors the user vouches for, besides `SAFE_CONNECTORS`.
+        connectors: KV connectors the user vouches for, on V1 besides `SAFE_CONNECTORS`.
+        experimental: what is served although nobody has run it.
     """
-    yield from _runner_refusals(config)
+    if config.use_v2_model_runner:
+        yield from _runner_v2_refusals(config, experimental)
+    else:
+        yield from _runner_v1_refusals(config)
     yield from _parallel_refusals(config.parallel_config)
     yield from _model_refusals(config)
-    yield from _connector_refusals(config.kv_transfer_config, {*SAFE_CONNECTORS, *connectors})
+    safe = () if config.use_v2_model_runner else SAFE_CONNECTORS
+    yield from _connector_refusals(config.kv_transfer_config, {*safe, *connectors})
 
 
-def _runner_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
-    device, speculative = config.device_config.device_type, config.speculative_config
+def _runner_v1_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
+    device = config.device_config.device_type
     if device != "cpu":
         yield Refusal(
             EngineRefusal.PLATFORM,
-            f"device is {device}",
+            f"the V1 runner on device {device}",
             "only the CPU backend has been run; see docs/vllm.md",
         )
-    if config.use_v2_model_runner:
-        yield Refusal(EngineRefusal.RUNNER, "the V2 model runner", "set VLLM_USE_V2_MODEL_RUNNER=0")
-    if speculative.method not in PROVEN_DRAFTERS:
-        yield Refusal(
-            EngineRefusal.DRAFTER,
-            f"drafter {speculative.method!r}",
-            f"use one of {', '.join(PROVEN_DRAFTERS)}",
-        )
+    yield from _drafter_refusals(config.speculative_config, PROVEN_DRAFTERS)
     if config.scheduler_config.async_scheduling:
         yield Refusal(
             EngineRefusal.ASYNC_SCHEDULING,
             "async scheduling: the V1 runner's token counts on the host are guesses",
             "pass --no-async-scheduling",
+        )
+
+
+def _runner_v2_refusals(config: Any, experimental: Collection[str]) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
+    device, speculative = config.device_config.device_type, config.speculative_config
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        yield Refusal(
+            EngineRefusal.PLATFORM,
+            "the V2 runner on CPUs, with compiled Triton kernels",
+            "set VLLM_USE_V2_MODEL_RUNNER=0; V2 on CPUs is run under Triton's interpreter only",
+        )
+    elif device == "cuda" and "cuda" not in experimental:
+        yield Refusal(
+            EngineRefusal.PLATFORM,
+            "the V2 runner on a GPU, where nobody has run nwor yet",
+            "set NWOR_EXPERIMENTAL=cuda to try it",
+        )
+    elif device not in {"cpu", "cuda"}:
+        yield Refusal(EngineRefusal.PLATFORM, f"the V2 runner on device {device}", "none")
+    yield from _drafter_refusals(speculative, PROVEN_DRAFTERS_V2)
+    for section, name, reason, found in SWITCHES_V2:
+        if getattr(getattr(config, section, None), name, None):
+            yield Refusal(reason, found, f"switch {name} off")
+
+
+def _drafter_refusals(speculative: Any, proven: Sequence[str]) -> Iterator[Refusal]:  # noqa: ANN401 - SpeculativeConfig
+    if speculative.method not in proven:
+        yield Refusal(
+            EngineRefusal.DRAFTER,
+            f"drafter {speculative.method!r}",
+            f"use one of {', '.join(proven)}",
         )
 
 
@@ -122,8 +190,12 @@ def _parallel_refusals(parallel: Any) -> Iterator[Refusal]:  # noqa: ANN401 - Pa
             "context parallelism splits a page over ranks",
             "set both context parallel sizes to 1",
         )
-    if getattr(parallel, "enable_dbo", False):
-        yield Refusal(EngineRefusal.MICROBATCHING, "dual batch overlap", "drop --enable-dbo")
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
+        yield Refusal(
+            EngineRefusal.MICROBATCHING,
+            "a batch in parts: their tables are copies",
+            "drop --enable-dbo and --ubatch-size",
+        )
 
 
 def _model_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig

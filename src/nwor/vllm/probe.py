@@ -38,10 +38,10 @@ def probe_rows(rows: KVRows, write: Writer, page: int, *, dtype: torch.dtype, fp
         LayoutError: a row is not where the view says.
     """
     size, (heads, dim) = rows.page_size, rows.key.shape[3:]
-    at = torch.tensor([1, size - 1])
-    slots = torch.cat((at + page * size, torch.tensor([-1])))
-    key = marks(3 * heads * dim, 0).view(3, heads, dim).to(dtype)
-    value = marks(3 * heads * dim, 5).view(3, heads, dim).to(dtype)
+    at = torch.tensor([1, size - 1], device=rows.device)
+    slots = torch.cat((at + page * size, at.new_tensor([-1])))
+    key = marks(3 * heads * dim, 0).view(3, heads, dim).to(rows.device, dtype)
+    value = marks(3 * heads * dim, 5).view(3, heads, dim).to(rows.device, dtype)
     last = rows.num_slots - 1
     for view in (rows.key, rows.value):
         view[0, page] = 0

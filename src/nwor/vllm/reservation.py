@@ -19,7 +19,7 @@ from nwor.vllm.eligibility import (
     config_refusals,
     group_refusals,
 )
-from nwor.vllm.seams import check_seams
+from nwor.vllm.seams import check_seams, seams_of
 from nwor.vllm.settings import Settings
 
 ATTRIBUTE = "nwor"
@@ -61,9 +61,9 @@ def reserve(
         concurrency: vLLM's own count of maximum-length requests that fit a cache configuration.
     """
     refusals = [
-        *config_refusals(config, settings.connectors),
+        *config_refusals(config, settings.connectors, experimental=settings.experimental),
         *_cache_refusals(config, cache),
-        *_seam_refusals(),
+        *_seam_refusals(v2=config.use_v2_model_runner),
     ]
     if refusals:
         return Reservation(settings, tuple(refusals))
@@ -90,10 +90,10 @@ def _cache_refusals(config: Any, cache: Any) -> Sequence[Refusal]:  # noqa: ANN4
     return list(group_refusals(cache.kv_cache_groups, drafts))
 
 
-def _seam_refusals() -> list[Refusal]:
+def _seam_refusals(*, v2: bool) -> list[Refusal]:
     return [
         Refusal(EngineRefusal.SEAM, problem, "use a checked vLLM version")
-        for problem in check_seams().values()
+        for problem in check_seams(seams_of(v2=v2)).values()
     ]
 
 

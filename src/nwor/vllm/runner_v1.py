@@ -17,40 +17,24 @@ on; it is vLLM's own error that the user sees.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
-from nwor.errors import CommitError, LayoutError, NworError, StageError
-from nwor.layout import KVRows
-from nwor.manager import Mode
-from nwor.metrics import FallbackReason, Metrics, Written
+from nwor.metrics import FallbackReason
 from nwor.store.overlay import Overlay
 from nwor.store.overlay_window import OverlayWindow
 from nwor.store.paged import VerifyBatch
-from nwor.vllm import seams
-from nwor.vllm.audit import audit_of
-from nwor.vllm.eligibility import EngineRefusal, Refusal
-from nwor.vllm.geometry import LAYOUTS, CacheGroup, GeometryError, cache_groups
-from nwor.vllm.probe import fp8_kind, probe_rows
+from nwor.vllm import seams, windows
+from nwor.vllm.geometry import cache_groups, probe_groups
 from nwor.vllm.reservation import Reservation
-from nwor.vllm.stats import Increments, attach_sample, merged
-
-logger = logging.getLogger("vllm.nwor")
-
-ATTRIBUTE = "nwor"
-"""Name under which a runner carries its `RunnerWindows`."""
+from nwor.vllm.windows import Hook, RunnerWindows
 
 REJECTED = -1
 """vLLM's placeholder after the last token of a request."""
-
-HOT = (seams.EXECUTE, seams.PREPARE, seams.SAMPLE, seams.SAMPLE_TOKENS)
 
 
 def attach(runner: Any, reservation: Reservation) -> None:  # noqa: ANN401 - vLLM's GPUModelRunner
@@ -59,18 +43,7 @@ def attach(runner: Any, reservation: Reservation) -> None:  # noqa: ANN401 - vLL
     Raises:
         GeometryError: only with ``NWOR_STRICT=1``; otherwise vLLM writes through and says why.
     """
-    try:
-        overlay = build_overlay(runner, reservation)
-    except GeometryError as error:
-        if reservation.settings.strict:
-            raise
-        logger.error("nwor: rows are written through on this worker: %s", error)  # noqa: TRY400
-        windows = RunnerWindows(runner, reservation, None)
-        windows.fallbacks[error.refusal.reason] += 1
-    else:
-        windows = RunnerWindows(runner, reservation, overlay)
-    setattr(runner, ATTRIBUTE, windows)
-    windows.set_mode(reservation.settings.mode)
+    windows.attach(runner, reservation, build_overlay, WindowsV1)
 
 
 def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: ANN401
@@ -83,8 +56,7 @@ def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: AN
     settings = reservation.settings
     first_page = runner.kv_cache_config.num_blocks - reservation.num_pages
     with torch.inference_mode():
-        for group in groups:
-            _probe_group(runner, group, first_page)
+        probe_groups(runner, groups, first_page)
         overlay = Overlay(
             [group.overlay for group in groups],
             first_page=first_page,
@@ -96,78 +68,17 @@ def build_overlay(runner: Any, reservation: Reservation) -> Overlay:  # noqa: AN
     return overlay
 
 
-def _probe_group(runner: Any, group: CacheGroup, page: int) -> None:  # noqa: ANN401
-    for name, layer in group.layers.items():
-        rows = KVRows.of(LAYOUTS["CPU_ATTN"], [layer.kv_cache])
-        try:
-            probe_rows(
-                rows,
-                partial(_write, layer),
-                page,
-                dtype=runner.model_config.dtype,
-                fp8=fp8_kind(runner.cache_config.cache_dtype),
-            )
-        except LayoutError as error:
-            raise GeometryError(
-                Refusal(EngineRefusal.LAYOUT, f"layer {name}: {error}", "report this backend")
-            ) from error
+class WindowsV1(RunnerWindows[Overlay, OverlayWindow]):
+    """The windows of a V1 runner."""
 
-
-def _write(layer: Any, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:  # noqa: ANN401
-    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
-
-
-class RunnerWindows:
-    """The windows of one runner, step after step.
-
-    Attributes:
-        metrics: counters of all windows.
-        fallbacks: what was not staged, by reason.
-        overlay: None if the runner's rows could not be found.
-        mode: `Mode.STAGE`, `Mode.IMMEDIATE`, or `Mode.OFF` with no hook in place.
-    """
-
-    def __init__(self, runner: Any, reservation: Reservation, overlay: Overlay | None) -> None:  # noqa: ANN401
-        self.overlay = overlay
-        self.metrics = overlay.metrics if overlay is not None else Metrics()
-        self.fallbacks: Counter[str] = Counter()
-        self.mode = Mode.OFF
-        self.begin_seconds = 0.0
-        self.commit_seconds = 0.0
-        self._runner = runner
-        self._strict = reservation.settings.strict
-        self._window: OverlayWindow | None = None
-        self._increments = Increments()
-
-    def set_mode(self, mode: Mode) -> None:
-        """Switch between steps: hooks come with any mode but `Mode.OFF`, and go with it."""
-        self.close(FallbackReason.UNFINISHED)
-        if self.overlay is not None:
-            for request in self.overlay.pages.requests:
-                self.overlay.release(request)
-        for seam in HOT:
-            seams.unwrap_method(self._runner, seam)
-        self.mode = mode
-        if mode is Mode.OFF:
-            return
-        seams.wrap_method(self._runner, seams.EXECUTE, self._execute)
-        seams.wrap_method(self._runner, seams.PREPARE, self._prepare)
-        seams.wrap_method(self._runner, seams.SAMPLE, self._sample)
-        seams.wrap_method(self._runner, seams.SAMPLE_TOKENS, self._sample_tokens)
-
-    # -- hooks: vLLM's method with ours around it ------------------------------------------------
-
-    def _execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            self.close(FallbackReason.UNFINISHED)
-            self._release(scheduler_output)
-            try:
-                return original(scheduler_output, *args, **kwargs)
-            except BaseException:
-                self.close(FallbackReason.ABORTED)
-                raise
-
-        return execute_model
+    def hooks(self) -> tuple[tuple[seams.Seam, Hook], ...]:
+        """Say what is wrapped, and with what."""
+        return (
+            (seams.EXECUTE, self.execute_hook),
+            (seams.PREPARE, self._prepare),
+            (seams.SAMPLE, self._sample),
+            (seams.SAMPLE_TOKENS, self.sample_tokens_hook),
+        )
 
     def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _prepare_inputs(
@@ -201,19 +112,6 @@ class RunnerWindows:
 
         return _sample
 
-    def _sample_tokens(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            try:
-                output = original(*args, **kwargs)
-            finally:
-                self.close(FallbackReason.ABORTED)
-            sample = merged(self._take_sample(), self._take_audit())
-            if sample is not None and output is not None:
-                attach_sample(output, sample)
-            return output
-
-        return sample_tokens
-
     # -- one window ------------------------------------------------------------------------------
 
     def begin(
@@ -233,20 +131,7 @@ class RunnerWindows:
         batch = self._batch(drafts, num_scheduled)
         if batch is None:
             return
-        if self.overlay is None or self.mode is Mode.IMMEDIATE:
-            self.metrics.count_written_through(int(batch.num_drafts.sum()), Written())
-            return
-        try:
-            window = self.overlay.begin(batch, newcomers)
-        except (StageError, CommitError) as error:
-            if self._strict:
-                raise
-            logger.error("nwor: step written through: %s", error)  # noqa: TRY400
-            self.fallbacks[FallbackReason.STAGE_REFUSED] += 1
-            self.metrics.flushed += int(batch.num_drafts.sum())
-            return
-        self._window = window
-        self._check_refused()
+        self.open(int(batch.num_drafts.sum()), lambda overlay: overlay.begin(batch, newcomers))
         self.begin_seconds += perf_counter() - started
 
     def commit(self, sampled: torch.Tensor) -> None:
@@ -264,13 +149,6 @@ class RunnerWindows:
         finally:
             self.close(FallbackReason.ABORTED)
         self.commit_seconds += perf_counter() - started
-
-    def close(self, reason: FallbackReason) -> None:
-        """Abort a window that nobody committed; without one, nothing happens."""
-        window = self._window
-        if window is not None and window.is_open:
-            window.abort(reason)
-        self._window = None
 
     def _batch(
         self, drafts: dict[str, list[int]], num_scheduled: np.ndarray[Any, Any]
@@ -312,46 +190,3 @@ class RunnerWindows:
         names = [request.req_id for request in new if request.num_computed_tokens]
         index = self._runner.input_batch.req_id_to_index
         return np.array([index[name] for name in (*names, *resumed)], np.int64)
-
-    def _release(self, scheduler_output: Any) -> None:  # noqa: ANN401
-        overlay = self.overlay
-        if overlay is None:
-            return
-        for gone in (
-            scheduler_output.finished_req_ids,
-            scheduler_output.preempted_req_ids or (),
-            scheduler_output.scheduled_cached_reqs.resumed_req_ids,
-        ):
-            for request in gone:
-                overlay.release(request)
-
-    def _check_refused(self) -> None:
-        overlay = self.overlay
-        assert overlay is not None  # noqa: S101 - the caller has it
-        if self._strict and overlay.refused:
-            reasons = dict(overlay.refused)
-            self.close(FallbackReason.ABORTED)
-            raise NworError(f"NWOR_STRICT=1 and requests could not be staged: {reasons}")
-
-    def _take_audit(self) -> dict[str, Any] | None:
-        audit = audit_of(self._runner)
-        return audit.take_sample() if audit is not None else None
-
-    def _take_sample(self) -> dict[str, Any] | None:
-        metrics, overlay = self.metrics, self.overlay
-        totals = metrics.snapshot()
-        fallbacks = Counter(self.fallbacks)
-        fallbacks.update({str(reason): n for reason, n in metrics.fallbacks.items()})
-        pages_in_use = pages = 0
-        if overlay is not None:
-            fallbacks.update({str(reason): n for reason, n in overlay.refused.items()})
-            pages_in_use, pages = overlay.pages.pages_in_use, overlay.pages.num_pages
-        totals.pop("fallbacks")
-        totals["begin_seconds"] = self.begin_seconds  # type: ignore[assignment]
-        totals["commit_seconds"] = self.commit_seconds  # type: ignore[assignment]
-        return self._increments.since(
-            totals,  # type: ignore[arg-type]
-            dict(fallbacks),
-            staging_pages_in_use=pages_in_use,
-            staging_pages=pages,
-        )

@@ -187,32 +187,73 @@ CPU_ATTENTION_ISA = Seam(
 
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
-V2_SEAMS = tuple(
-    Seam(RUNNER_V2, f"GPUModelRunner.{name}", parameters, why, hot=True, strict=True)
-    for name, parameters, why in (
-        (
-            "add_requests",
-            ("scheduler_output",),
-            "forget what an earlier owner of a state index had",
-        ),
-        ("prepare_attn", ("input_batch",), "begin: tables are gathered, metadata is not built yet"),
-        (
-            "sample",
-            ("hidden_states", "input_batch", "grammar_output"),
-            "commit: acceptance is on the device, the drafter has not run yet",
-        ),
-        (
-            "postprocess_sampled",
-            ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"),
-            "comes after the commit",
-        ),
-    )
+RUNNER_CACHE_V2 = Seam(
+    RUNNER_V2,
+    "GPUModelRunner.initialize_kv_cache",
+    ("kv_cache_config", "is_profiling"),
+    "build the overlay once the cache tensors and block tables exist",
 )
-"""Where windows of the V2 runner will begin and end. Checked by `check_wheel`; not wrapped yet,
-so strict: what a release requires beyond these, nobody has read."""
+EXECUTE_V2 = Seam(
+    RUNNER_V2,
+    "GPUModelRunner.execute_model",
+    ("scheduler_output", "intermediate_tensors"),
+    "release finished, preempted and re-added requests; undo if the forward raises",
+    hot=True,
+)
+PREPARE_V2 = Seam(
+    RUNNER_V2,
+    "GPUModelRunner.prepare_attn",
+    ("input_batch",),
+    "begin windows: tables and slot mappings are gathered, metadata is not built; real batches only",
+    hot=True,
+)
+SAMPLE_V2 = Seam(
+    RUNNER_V2,
+    "GPUModelRunner.sample",
+    ("hidden_states", "input_batch", "grammar_output"),
+    "commit windows: acceptance is on the device, the drafter has not run yet",
+    hot=True,
+)
+SAMPLE_TOKENS_V2 = Seam(
+    RUNNER_V2,
+    "GPUModelRunner.sample_tokens",
+    ("grammar_output",),
+    "undo if sampling raises; attach the counters to the output",
+    hot=True,
+)
+AFTER_COMMIT_V2 = Seam(
+    RUNNER_V2,
+    "GPUModelRunner.postprocess_sampled",
+    ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"),
+    "not touched: it moves the watermark and must come after the commit",
+)
+
+V1_SEAMS = (
+    RUNNER_CACHE,
+    PREPARE,
+    SAMPLE,
+    EXECUTE,
+    SAMPLE_TOKENS,
+    UPDATE_STATES,
+    BUILD_METADATA,
+    AFTER_EXECUTE,
+)
+V2_SEAMS = (
+    RUNNER_CACHE_V2,
+    EXECUTE_V2,
+    PREPARE_V2,
+    SAMPLE_V2,
+    SAMPLE_TOKENS_V2,
+    AFTER_COMMIT_V2,
+)
 
 LEDGER = (*SEAMS, CPU_ATTENTION_ISA, *V2_SEAMS)
 """Everything of vLLM that nwor relies on."""
+
+
+def seams_of(*, v2: bool) -> tuple[Seam, ...]:
+    """Return what an engine with the V1 or the V2 runner needs."""
+    return (*(seam for seam in SEAMS if seam not in V1_SEAMS), *V2_SEAMS) if v2 else SEAMS
 
 
 def check_parameters(seam: Seam, names: Sequence[str], required: Iterable[str]) -> None:

@@ -26,6 +26,7 @@ class Settings:
         mover: row mover; with ``numba`` the bookkeeping is compiled too.
         connectors: KV connectors the user vouches for: they read pages by block id, after sampling.
         audit: how closely the cache is watched while serving.
+        experimental: what the user wants served although nobody has run it: ``cuda``.
     """
 
     mode: Mode = Mode.STAGE
@@ -34,6 +35,7 @@ class Settings:
     mover: str = "numba"
     connectors: tuple[str, ...] = ()
     audit: AuditLevel = AuditLevel.OFF
+    experimental: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,13 @@ def _mover(text: str) -> str:
     if text not in MOVERS:
         raise ValueError(text)
     return text
+
+
+def _experiments(text: str) -> tuple[str, ...]:
+    names = _names(text)
+    if unknown := set(names) - {"cuda"}:
+        raise ValueError(unknown)
+    return names
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -116,6 +125,14 @@ VARIABLES = (
         "off",
         "check every step what the cache holds; violations are logged and counted",
         AuditLevel,
+    ),
+    Variable(
+        "NWOR_EXPERIMENTAL",
+        "experimental",
+        "cuda",
+        "",
+        "serve what has not been run: the V2 runner on NVIDIA GPUs",
+        _experiments,
     ),
 )
 

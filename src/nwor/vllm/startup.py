@@ -6,7 +6,7 @@ per engine, once its configuration is known.
     engine core   get_kv_cache_configs                 decide, attach a Reservation for the workers
                   generate_scheduler_kv_cache_config   lower num_blocks by the staging pages
                   Scheduler.__init__                   pass counters on      (instance)
-    worker        GPUModelRunner.initialize_kv_cache   build the overlay     (instance)
+    worker        GPUModelRunner.initialize_kv_cache   build the overlay     (instance; V1 and V2)
     front end     StatLoggerManager.__init__           metrics and log line  (instance)
 """
 
@@ -85,6 +85,11 @@ def _attach(settings: Settings, config: Any, caches: Sequence[Any]) -> None:  # 
     for cache in caches:
         setattr(cache, ATTRIBUTE, reservation)
     _banner(reservation, caches[0])
+    if not reservation.refusals and config.device_config.device_type == "cuda":
+        logger.warning(
+            "nwor: EXPERIMENTAL: nobody has run nwor under vLLM on a GPU yet; compare its output with "
+            "NWOR_MODE=off before you rely on it"
+        )
 
 
 def _banner(reservation: Reservation, cache: Any) -> None:  # noqa: ANN401
@@ -122,8 +127,16 @@ def hook_scheduler() -> None:
 
 
 def hook_runner() -> None:
-    """Build the overlay when a runner's cache tensors exist."""
+    """Build the overlay when a V1 runner's cache tensors exist."""
+    _hook_cache(seams.RUNNER_CACHE, _attach_v1)
 
+
+def hook_runner_v2() -> None:
+    """Build the overlay when a V2 runner's cache tensors exist."""
+    _hook_cache(seams.RUNNER_CACHE_V2, _attach_v2)
+
+
+def _hook_cache(seam: seams.Seam, attach: Callable[[Any, Any, Reservation], None]) -> None:
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def initialize_kv_cache(
             self: Any,  # noqa: ANN401
@@ -134,21 +147,35 @@ def hook_runner() -> None:
         ) -> None:
             original(self, kv_cache_config, is_profiling, *args, **kwargs)
             reservation = reservation_of(kv_cache_config)
-            if reservation is None or is_profiling:
-                return
-            if not reservation.refusals:
-                from nwor.vllm.runner_v1 import attach  # noqa: PLC0415 - staging engines only
-
-                attach(self, reservation)
-            if reservation.settings.audit is not AuditLevel.OFF:
-                from nwor.vllm import audit  # noqa: PLC0415 - audited engines only
-
-                first_staging = kv_cache_config.num_blocks - reservation.num_pages
-                audit.attach(self, reservation.settings.audit, first_staging)
+            if reservation is not None and not is_profiling:
+                attach(self, kv_cache_config, reservation)
 
         return initialize_kv_cache
 
-    seams.wrap_symbol(seams.RUNNER_CACHE, make)
+    seams.wrap_symbol(seam, make)
+
+
+def _attach_v1(runner: Any, cache: Any, reservation: Reservation) -> None:  # noqa: ANN401
+    if not reservation.refusals:
+        from nwor.vllm.runner_v1 import attach  # noqa: PLC0415 - staging engines only
+
+        attach(runner, reservation)
+    if reservation.settings.audit is not AuditLevel.OFF:
+        from nwor.vllm import audit  # noqa: PLC0415 - audited engines only
+
+        first_staging = cache.num_blocks - reservation.num_pages
+        audit.attach(runner, reservation.settings.audit, first_staging)
+
+
+def _attach_v2(runner: Any, cache: Any, reservation: Reservation) -> None:  # noqa: ANN401, ARG001
+    if not reservation.refusals:
+        from nwor.vllm.runner_v2 import attach  # noqa: PLC0415 - staging engines only
+
+        attach(runner, reservation)
+    if reservation.settings.audit is not AuditLevel.OFF:
+        logger.error(
+            "nwor audit: the V2 model runner is not audited: NWOR_AUDIT reads V1's buffers"
+        )
 
 
 def hook_loggers() -> None:
@@ -172,6 +199,7 @@ HOOKS: tuple[tuple[str, Callable[[], None]], ...] = (
     (seams.CORE, hook_core),
     (seams.SCHEDULER, hook_scheduler),
     (seams.RUNNER, hook_runner),
+    (seams.RUNNER_V2, hook_runner_v2),
     (seams.LOGGERS, hook_loggers),
 )
 """Module to wait for, and what to do once it is imported."""

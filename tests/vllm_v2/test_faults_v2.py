@@ -1,0 +1,170 @@
+"""What goes wrong on purpose on the V2 runner, and what must not happen on its hot path."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import greedy, prompts
+from harness_v2 import AuditV2, EngineV2
+
+from nwor.errors import SlotError
+from nwor.manager import Mode
+from nwor.metrics import FallbackReason
+from nwor.store.device_window import DeviceWindow
+from nwor.store.triton_window import TritonWindow
+from nwor.testing import ForbidSync, InjectedFaultError, fail_at
+from nwor.vllm.runner_v2 import WindowsV2
+
+Get = Callable[..., EngineV2]
+TEXTS = prompts(20, 31, 33)
+
+
+READING = ("numpy", "cpu", "tolist", "item", "__int__", "__index__", "__bool__", "__array__")
+
+
+def unread(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to hand a tensor's values to nwor; Triton's interpreter and vLLM may have them."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        assert f"{os.sep}nwor{os.sep}" not in caller, f"{caller} reads a tensor"
+        return method(*args, **kwargs)
+
+    return call
+
+
+def break_off(llm: EngineV2, error: type[BaseException], match: str = "") -> None:
+    """Run until the error; then see that the failed step left nothing behind."""
+    engine = llm.llm.llm_engine
+    assert llm.llm.reset_prefix_cache()
+    run = llm.make_run()
+    audit = AuditV2(llm, run)
+    llm.runner.nwor.set_mode(Mode.STAGE)
+    for i, text in enumerate(TEXTS):
+        engine.add_request(str(i), {"prompt_token_ids": text}, greedy(20))
+    with pytest.raises(error, match=match):
+        while engine.has_unfinished_requests():
+            engine.step()
+    audit.close()
+    assert run.foreign == 0
+    for then, now in zip(audit.before, audit.snapshot(), strict=True):
+        assert torch.equal(then[0], now[0])
+        assert torch.equal(then[1], now[1])
+    assert all(map(torch.equal, audit.tables(), audit.expected)), "edits were left in the tables"
+    assert llm.overlay.window is None
+    engine.abort_request([str(i) for i in range(len(TEXTS))])
+    llm.runner.execute_model_state = None
+    llm.drain()
+    assert llm.overlay.pages.pages_in_use == 0
+    llm.overlay.pages.check_integrity()
+
+
+@pytest.mark.parametrize("error", [InjectedFaultError, KeyboardInterrupt])
+def test_an_exception_in_the_forward(engine: Get, error: type[BaseException]) -> None:
+    llm = engine(k=4)
+    cancelled = llm.counters()["cancelled_windows"]
+    with fail_at((llm.runner.model, "forward"), call=4, error=error):
+        break_off(llm, error)
+    assert llm.counters()["cancelled_windows"] == cancelled + 1
+    llm.both(TEXTS, greedy(8))
+
+
+def test_an_exception_while_metadata_is_built(engine: Get) -> None:
+    llm = engine(k=4)
+    with fail_at((llm.runner.model_state, "prepare_attn"), call=4):
+        break_off(llm, InjectedFaultError)
+
+
+def test_an_exception_in_sampling(engine: Get) -> None:
+    llm = engine(k=4)
+    with fail_at((llm.runner, "rejection_sampler"), call=3, error=KeyboardInterrupt):
+        break_off(llm, KeyboardInterrupt)
+    llm.both(TEXTS, greedy(8))
+
+
+def test_an_exception_before_the_commit_has_begun(engine: Get) -> None:
+    llm = engine(k=4)
+    with fail_at((DeviceWindow, "commit"), call=3):
+        break_off(llm, InjectedFaultError)
+    assert llm.runner.nwor.metrics.fallbacks[FallbackReason.ABORTED]
+    llm.both(TEXTS, greedy(8))
+
+
+def test_a_move_that_fails_is_repaired(engine: Get) -> None:
+    llm = engine(k=4)
+    faults = llm.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT]
+    with fail_at((TritonWindow, "move"), call=3):
+        llm.both(TEXTS, greedy(8))
+    assert llm.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == faults + 1
+
+
+def test_a_step_that_cannot_be_staged_is_written_through(
+    engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(k=4)
+    stock = llm.run(TEXTS, greedy(8), Mode.OFF)
+
+    def refuse(batch: Any) -> None:
+        raise SlotError("no such mapping")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.overlay, "begin", refuse)
+        staged = llm.run(TEXTS, greedy(8), Mode.STAGE)
+    assert staged.tokens == stock.tokens
+    assert staged.foreign == stock.foreign
+    assert llm.runner.nwor.fallbacks[FallbackReason.STAGE_REFUSED]
+
+
+def test_no_step_waits_for_the_device(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that begin and commit do reads a value of the device, launches included."""
+    llm = engine(k=4)
+    calls = itertools.count()
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            next(calls)
+            with ForbidSync(), pytest.MonkeyPatch.context() as patch:
+                for name in READING:
+                    patch.setattr(torch.Tensor, name, unread(getattr(torch.Tensor, name)))
+                return method(*args)
+
+        return call
+
+    for name in ("begin", "commit", "collect"):
+        monkeypatch.setattr(WindowsV2, name, guarded(getattr(WindowsV2, name)))
+    llm.both(TEXTS, greedy(8))
+    assert next(calls) > 10
+
+
+@pytest.mark.parametrize("part", ["tables", "slots", "rows"])
+def test_what_a_commit_leaves_out_is_seen(
+    engine: Get, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The checks of this file can fail: each restore is needed, and so is every row."""
+    llm = engine(k=4)
+    stock = llm.run(TEXTS, greedy(12), Mode.OFF)
+    close, tables = TritonWindow.close, llm.runner.block_tables
+
+    def undone(self: TritonWindow, *args: Any) -> None:
+        kept = [*tables.input_block_tables] if part == "tables" else [tables.slot_mappings]
+        before = [tensor.clone() for tensor in kept]
+        close(self, *args)
+        if part == "rows":
+            llm.overlay.state.masked[:, :1] = -1
+            return
+        for tensor, edited in zip(kept, before, strict=True):
+            tensor.copy_(edited)
+
+    monkeypatch.setattr(TritonWindow, "close", undone)
+    staged = llm.run(TEXTS, greedy(12), Mode.STAGE)
+    assert (staged.unrestored > 0) == (part != "rows")
+    if part == "tables":  # the draft model works its slots out anew, but reads the tables
+        assert staged.drafter != stock.drafter
+    if part == "rows":
+        assert staged.rows != stock.rows

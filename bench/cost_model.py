@@ -1,6 +1,6 @@
 """Calculate what a window would cost on a GPU: bytes, launches, programs, and a bound on the time.
 
-Nothing is measured here. All assumptions are options, and are printed.
+Nothing is measured here. All assumptions are options, and are printed; docs/gpu.md discusses them.
 
 python bench/cost_model.py [--json OUT]
 """
@@ -26,9 +26,22 @@ class Model:
 
 
 MODELS = (Model("8B", 32, 8, 128, 8.03e9), Model("70B", 80, 8, 128, 70.6e9))
-TENSOR_PARALLEL = (1, 8)
-REQUESTS = (1, 32, 256)
+TENSOR_PARALLEL = (1, 2, 4, 8)
+REQUESTS = (1, 8, 32, 128, 256)
 ELEMENT_BYTES = 2  # bf16, weights and cache
+LAUNCHES = 4  # begin, fill-in, close, move: counted in tests/triton/test_device_host.py
+
+
+def programs(model: Model, requests: int, args: argparse.Namespace) -> dict[str, int]:
+    """Programs of each launch: as `nwor.store.triton_window` makes its grids."""
+    lanes = 2 * model.layers
+    chunks = min(-(-args.page_size // 16), 8)
+    return {
+        "begin": requests,
+        "fill": requests * chunks * lanes,
+        "close": requests,
+        "move": requests * (1 + args.k) * lanes,
+    }
 
 
 def cost(model: Model, tp: int, requests: int, args: argparse.Namespace) -> dict[str, object]:
@@ -36,14 +49,16 @@ def cost(model: Model, tp: int, requests: int, args: argparse.Namespace) -> dict
     row = 2 * model.layers * model.kv_heads // tp * model.head_dim * ELEMENT_BYTES
     accepted = sum(args.acceptance**i for i in range(1, args.k + 1))
     kept = requests * (1 + accepted)
-    fill = requests * (args.page_size - 1) / 2
     per_second = args.bandwidth * 1e12
     # Each byte moved is read once and written once.
-    move = 2 * kept * row / (per_second * args.efficiency) * 1e6
-    filled = 2 * fill * row / (per_second * args.efficiency) * 1e6
-    cache = requests * args.context * row
-    step = (model.weights * ELEMENT_BYTES / tp + cache) / per_second * 1e6
-    cost = move + args.launch
+    copy = 2 * row / (per_second * args.efficiency) * 1e6
+    started = programs(model, requests, args)
+    fixed = args.upload + LAUNCHES * args.launch + sum(started.values()) / args.programs
+    window = fixed + kept * copy
+    fill = (args.page_size - 1) / 2
+    read = model.weights * ELEMENT_BYTES / tp + requests * args.context * row
+    step = read / per_second * 1e6
+    resident = read / 1e9
     return {
         "model": model.name,
         "tp": tp,
@@ -52,50 +67,56 @@ def cost(model: Model, tp: int, requests: int, args: argparse.Namespace) -> dict
         "rows_staged": requests * (1 + args.k),
         "rows_moved": kept,
         "moved_mib": kept * row / 2**20,
-        "programs": requests * (1 + args.k) * 2 * model.layers,
-        "commit_us": cost,
-        "fill_mib": fill * row / 2**20,
-        "fill_us": filled + args.launch,
+        "programs": started,
+        "fixed_us": fixed,
+        "window_us": window,
+        "first_window_us": fill * copy,
         "step_floor_us": step,
-        "commit_share": cost / step,
-        "with_fill_share": (cost + filled + args.launch) / step,
-        "resident_gb": (model.weights * ELEMENT_BYTES / tp + cache) / 1e9,
+        "share": window / step,
+        "launch_share": LAUNCHES * args.launch / step,
+        "layers_in_l2": args.l2 * 2**20 / (read / model.layers),
+        "resident_gb": resident,
+        "fits": resident < args.memory,
     }
+
+
+OPTIONS = (
+    ("k", 4, int, "drafts per request"),
+    ("acceptance", 0.7, float, "chance that a draft is accepted if those before it were"),
+    ("page-size", 16, int, "rows per page"),
+    ("context", 2048, int, "tokens per request that attention reads"),
+    ("bandwidth", 3.35, float, "HBM bandwidth in TB/s; the default is an H100 SXM's data sheet"),
+    ("memory", 80.0, float, "memory of a GPU in GB; the default is an H100 SXM's data sheet"),
+    ("l2", 50.0, float, "L2 cache in MiB; the default is an H100 SXM's data sheet"),
+    ("efficiency", 0.5, float, "share of the bandwidth that scattered copies reach: a guess"),
+    ("launch", 5.0, float, "microseconds per kernel launch outside a CUDA graph: a guess"),
+    ("upload", 5.0, float, "microseconds of one small copy from pinned memory: a guess"),
+    ("programs", 1000.0, float, "programs that a GPU starts and ends per microsecond: a guess"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures as JSON")
-    for name, default, kind, text in (
-        ("k", 4, int, "drafts per request"),
-        ("acceptance", 0.7, float, "chance that a draft is accepted if those before it were"),
-        ("page-size", 16, int, "rows per page"),
-        ("context", 2048, int, "tokens per request that attention reads"),
-        (
-            "bandwidth",
-            3.35,
-            float,
-            "HBM bandwidth in TB/s; the default is an H100 SXM's data sheet",
-        ),
-        ("efficiency", 0.5, float, "share of the bandwidth that scattered copies reach: a guess"),
-        ("launch", 5.0, float, "microseconds per kernel launch outside a CUDA graph: a guess"),
-    ):
+    for name, default, kind, text in OPTIONS:
         parser.add_argument(f"--{name}", default=default, type=kind, help=f"{text} (%(default)s)")
     args = parser.parse_args()
     rows = [cost(m, tp, n, args) for m in MODELS for tp in TENSOR_PARALLEL for n in REQUESTS]
-    header = "model TP requests rows MiB programs commit_us step_us commit_% fill_MiB +fill_%"
+    header = "model TP requests rows MiB programs fixed_us window_us step_us share_% +first_us fits"
     print_table(
         header.split(),
         [
             [
                 *(r["model"], r["tp"], r["requests"]),
-                *(f"{r['rows_moved']:.0f}", f"{r['moved_mib']:.2f}", r["programs"]),
-                *(f"{r['commit_us']:.1f}", f"{r['step_floor_us']:.0f}"),
-                f"{100 * float(str(r['commit_share'])):.2f}",
-                f"{r['fill_mib']:.1f}",
-                f"{100 * float(str(r['with_fill_share'])):.2f}",
+                *(f"{r['rows_moved']:.0f}", f"{r['moved_mib']:.2f}"),
+                sum(programs(next(m for m in MODELS if m.name == r["model"]), n, args).values()),
+                *(f"{r['fixed_us']:.1f}", f"{r['window_us']:.1f}", f"{r['step_floor_us']:.0f}"),
+                f"{100 * float(str(r['share'])):.2f}",
+                f"{r['first_window_us']:.2f}",
+                "yes" if r["fits"] else "no",
             ]
             for r in rows
+            for n in [int(str(r["requests"]))]
         ],
     )
     given = {name: value for name, value in vars(args).items() if name != "json"}

@@ -7,6 +7,7 @@ gaps and staging pages included, and at the end in what is noted and counted.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,8 @@ class Twins:
         seed: int = 0,
     ) -> None:
         self.specs, groups = specs, len(specs)
+        self.first_page = durable
+        self.edited_newcomers = False
         self.rng = np.random.default_rng(seed)
         shared = range(groups) if shared is None else shared
         pages = durable + 2 * groups * leases
@@ -146,17 +149,36 @@ class Twins:
         self.batch.append(name)
         self.reserve(name, computed)
 
+    def join(self, name: str, base: str) -> None:
+        """A request on the longest prefix of full pages that `base` has once its bonus row is in."""
+        length = self.requests[base].computed + 1
+        length -= length % math.lcm(*(spec.page_size for spec in self.specs))
+        pages = [
+            of[: length // spec.page_size]
+            for of, spec in zip(self.requests[base].pages, self.specs, strict=True)
+        ]
+        self.add(name, length, pages)
+
     def reserve(self, name: str, length: int) -> None:
         for pages, spec in zip(self.requests[name].pages, self.specs, strict=True):
             while len(pages) * spec.page_size < length:
                 pages.append(self.free.pop(0))
 
     def finish(self, name: str) -> None:
-        for pages in self.requests.pop(name).pages:
-            self.free += pages
+        mine = self.requests.pop(name).pages
+        others = {page for r in self.requests.values() for pages in r.pages for page in pages}
+        self.free += [page for pages in mine for page in pages if page not in others]
         self.batch.remove(name)
         self.host.release(name)
         self.device.release(name)
+
+    def scramble(self, page: int) -> None:
+        """Another request's prefill: new rows on a durable page, the same in both stores."""
+        for spec, ours, theirs in zip(self.specs, self.rows, self.copies, strict=True):
+            for row in range(spec.page_size):
+                for view, copy in ((ours.key, theirs.key), (ours.value, theirs.value)):
+                    view[:, page, row] = self.random_row(spec)
+                    copy[:, page, row] = view[:, page, row].to(copy.device)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -276,10 +298,22 @@ class Twins:
         newcomers: Sequence[str] = (),
         abort: bool = False,
     ) -> None:
-        """One step, compared after every stage. `rows` are those of requests without drafts."""
+        """One step, compared after every stage.
+
+        Args:
+            drafts: drafts of each verifying request.
+            rejected: how many of them.
+            rows: rows of requests that have others than bonus and drafts.
+            newcomers: requests that begin in this step, on pages of another one.
+            abort: close without a commit.
+        """
         self.prepare({name: k + 1 for name, k in drafts.items() if k} | dict(rows or {}))
         before = [tensor.clone() for tensor in (*self.tables, *self.slots)]
         self.begin(drafts, newcomers)
+        lines = [self.lines[name] for name in newcomers]
+        self.edited_newcomers = any(
+            bool((table[lines] >= self.first_page).any()) for table in self.tables
+        )
         self.compare()
         self.forward()
         if abort:

@@ -70,8 +70,8 @@ class DeviceOverlay:
         broken: a commit failed for good: every window is written through from then on.
 
     Raises:
-        InputError: no groups, no leases, no triton, groups on several devices, or on one that
-            kernels cannot reach.
+        InputError: no groups, no leases, a bound below 1, no triton, groups on several devices, or
+            on one that kernels cannot reach.
         LayoutError: a store has fewer pages than the staging pages need.
     """
 
@@ -92,6 +92,15 @@ class DeviceOverlay:
             raise InputError(
                 "an overlay on a device needs triton: pip install 'nwor[triton]'"
             ) from error
+        if not groups:
+            raise InputError("an overlay needs at least one cache group")
+        for name, bound in (
+            ("max_requests", max_requests),
+            ("max_tokens", max_tokens),
+            ("max_drafts", max_drafts),
+        ):
+            if bound < 1:
+                raise InputError(f"{name} must be positive, got {bound}")
         self.groups = tuple(groups)
         self.device = _one_device(groups)
         self.pages = StagingPages(

@@ -20,8 +20,8 @@ from nwor.store.triton_window_kernels import begin_kernel, close_kernel, fill_ke
 
 ENTRIES = 256
 """Table entries of a newcomer per step of a loop."""
-ROWS_PER_PROGRAM = 16
-"""Rows that one program of fill-in copies at most, one after the other."""
+ROWS_PER_PROGRAM, MAX_CHUNKS = 16, 8
+"""Rows of a page that one program of fill-in copies, unless pages are longer than all of these."""
 
 
 class TritonWindow:
@@ -51,7 +51,8 @@ class TritonWindow:
         self._first_page = pages.first_page
         self._end_page = pages.first_page + pages.num_pages
         self._row_step = state.staged.stride(0)
-        self._chunks = -(-max(group.page_size for group in groups) // ROWS_PER_PROGRAM)
+        longest = max(group.page_size for group in groups)
+        self._chunks = min(triton.cdiv(longest, ROWS_PER_PROGRAM), MAX_CHUNKS)
         self._groups = len(groups)
         self._shape = {
             "GROUPS": self._groups,

@@ -17,39 +17,47 @@ Offsets are int64: whatever is multiplied comes from an int64 table or is cast f
 import triton
 import triton.language as tl
 
-from nwor.store import device_state as at
-from nwor.store import overlay_loops
 from nwor.store.triton_kernel import copy_row
-
-ENTRY, SAVED, PAGES, NOTES = map(tl.constexpr, (at.ENTRY, at.SAVED, at.PAGES, at.NOTES))
-GROUP, TALLIES = map(tl.constexpr, (at.GROUP, at.TALLIES))
-ROW, LEASE, FIRST = map(tl.constexpr, (at.ROW, at.LEASE, at.FIRST))
-LENGTH, DRAFTS, GENERATION = map(tl.constexpr, (at.LENGTH, at.DRAFTS, at.GENERATION))
-START, TOKEN, OPEN = map(tl.constexpr, (at.START, at.TOKEN, at.OPEN))
-FIRST_PAGE, LAST_PAGE = map(tl.constexpr, (at.FIRST_PAGE, at.LAST_PAGE))
-FIRST_HOME, LAST_HOME = map(tl.constexpr, (at.FIRST_HOME, at.LAST_HOME))
-STAND_IN, SHOWN, NEED = map(tl.constexpr, (at.STAND_IN, at.SHOWN, at.NEED))
-HELD, BEHIND, FILLED, NOTED = map(tl.constexpr, (at.HELD, at.BEHIND, at.FILLED, at.NOTED))
-TABLE, STRIDE, LINES = map(tl.constexpr, (at.TABLE, at.STRIDE, at.LINES))
-COLUMNS, SLOTS, TOKENS, SIZE = map(tl.constexpr, (at.COLUMNS, at.SLOTS, at.TOKENS, at.SIZE))
-
-OUTSIDE_TABLE = tl.constexpr(overlay_loops.OUTSIDE_TABLE)
-OUTSIDE_SLOTS = tl.constexpr(overlay_loops.OUTSIDE_SLOTS)
-MAPPING_DIFFERS = tl.constexpr(overlay_loops.MAPPING_DIFFERS)
-NOT_DURABLE = tl.constexpr(overlay_loops.NOT_DURABLE)
-LENGTH_DIFFERS = tl.constexpr(at.LENGTH_DIFFERS)
-
-WINDOWS, CANCELLED_WINDOWS = map(
-    tl.constexpr, (0 + at.Tally.WINDOWS, 0 + at.Tally.CANCELLED_WINDOWS)
+from nwor.store.triton_kernel_parts import (
+    BEHIND,
+    COLUMNS,
+    FIRST_HOME,
+    FIRST_PAGE,
+    GROUP,
+    LAST_HOME,
+    LAST_PAGE,
+    LENGTH_DIFFERS,
+    LINES,
+    MAPPING_DIFFERS,
+    NEED,
+    NOT_DURABLE,
+    NOTES,
+    OPEN,
+    OUTSIDE_SLOTS,
+    OUTSIDE_TABLE,
+    PAGES,
+    REFUSED,
+    ROWS_FILLED,
+    SAVED,
+    SHOWN,
+    STAND_IN,
+    START,
+    T_FLUSHED,
+    TALLIES,
+    TOKEN,
+    TOKENS,
+    any_of,
+    count_window,
+    int32,
+    is_mapped,
+    list_rows,
+    note_page,
+    point_tables,
+    read_engine,
+    read_entry,
+    read_newcomer,
+    rows_shown,
 )
-T_STAGED, T_COMMITTED = map(tl.constexpr, (0 + at.Tally.STAGED, 0 + at.Tally.COMMITTED))
-T_REJECTED, T_CANCELLED = map(tl.constexpr, (0 + at.Tally.REJECTED, 0 + at.Tally.CANCELLED))
-T_BONUS, T_FLUSHED = map(tl.constexpr, (0 + at.Tally.BONUS, 0 + at.Tally.FLUSHED))
-ROWS_STAGED, ROWS_WRITTEN = map(tl.constexpr, (0 + at.Tally.ROWS_STAGED, 0 + at.Tally.ROWS_WRITTEN))
-ROWS_CANCELLED, ROWS_FILLED = map(
-    tl.constexpr, (0 + at.Tally.ROWS_CANCELLED, 0 + at.Tally.ROWS_FILLED)
-)
-BAD_COUNT, REFUSED = map(tl.constexpr, (0 + at.Tally.BAD_COUNT, 0 + at.Tally.REFUSED))
 
 
 @triton.jit(
@@ -79,14 +87,7 @@ def begin_kernel(  # pragma: no cover - compiled
     request = tl.program_id(0)
     if request >= requests:
         return
-    entry = window + request * ENTRY
-    row = tl.load(entry + ROW).to(tl.int64)
-    lease = tl.load(entry + LEASE).to(tl.int64)
-    first = tl.load(entry + FIRST).to(tl.int64)
-    length = tl.load(entry + LENGTH)
-    drafts = tl.load(entry + DRAFTS).to(tl.int64)
-    generation = tl.load(entry + GENERATION).to(tl.int64)
-
+    row, lease, first, length, drafts, generation = read_entry(window, request)
     token = tl.load(query_start_loc + row).to(tl.int64)
     end = tl.load(query_start_loc + row + 1).to(tl.int64)
     known = (token >= 0) & (end - token == length) & (end <= num_tokens)
@@ -94,65 +95,40 @@ def begin_kernel(  # pragma: no cover - compiled
     known = known & (start >= 0)
     start = tl.where(known, start, 0)
 
-    group = tl.arange(0, GROUP_BLOCK).to(tl.int64)
-    real = group < GROUPS
-    about = groups + group * GROUP
-    size = tl.load(about + SIZE, mask=real, other=1)
-    table = tl.load(about + TABLE, mask=real, other=0)
-    table += row * tl.load(about + STRIDE, mask=real, other=0) * 4
-    slots = tl.load(about + SLOTS, mask=real, other=0) + token * 8
+    group, real, size, table, slots = read_engine(groups, row, token, GROUPS, GROUP_BLOCK)
     page0, page1 = start // size, (start + length - 1) // size
-    entry0 = (table + page0 * 4).to(tl.pointer_type(tl.int32))
-    entry1 = (table + page1 * 4).to(tl.pointer_type(tl.int32))
-
+    about = groups + group * GROUP
     lines = tl.where(known, tl.load(about + LINES, mask=real, other=0), 0)
-    columns = tl.load(about + COLUMNS, mask=real, other=0)
-    in_table = (row < lines) & (page1 < columns)
+    in_table = (row < lines) & (page1 < tl.load(about + COLUMNS, mask=real, other=0))
     in_slots = token + length <= tl.load(about + TOKENS, mask=real, other=0)
-    home0 = tl.load(entry0, mask=real & in_table, other=-1).to(tl.int64)
-    home1 = tl.load(entry1, mask=real & in_table, other=-1).to(tl.int64)
+    home0 = tl.load(int32(table + page0 * 4), mask=real & in_table, other=-1).to(tl.int64)
+    home1 = tl.load(int32(table + page1 * 4), mask=real & in_table, other=-1).to(tl.int64)
     durable = (home0 >= 0) & (home0 < first_page) & (home1 >= 0) & (home1 < first_page)
     readable = real & in_table & in_slots & durable
-    mapped = real
-    for depth in range(0, length, BLOCK):
-        inside, there = _window_rows(slots, readable, depth, length, BLOCK)
-        slot = _slots(start, depth, size, page0, home0, home1, BLOCK)
-        found = tl.load(there, mask=inside, other=0)
-        mapped = mapped & (tl.max((inside & (found != slot)).to(tl.int32), axis=1) == 0)
-
-    reason = tl.where(_any(real & (mapped == 0)), MAPPING_DIFFERS, 0)
-    reason = tl.where(_any(real & (durable == 0)), NOT_DURABLE, reason)
-    reason = tl.where(_any(real & (in_slots == 0)), OUTSIDE_SLOTS, reason)
-    reason = tl.where(_any(real & (in_table == 0)), OUTSIDE_TABLE, reason)
+    mapped = is_mapped(slots, start, length, size, page0, home0, home1, readable, BLOCK)
+    reason = tl.where(any_of(real & (mapped == 0)), MAPPING_DIFFERS, 0)
+    reason = tl.where(any_of(real & (durable == 0)), NOT_DURABLE, reason)
+    reason = tl.where(any_of(real & (in_slots == 0)), OUTSIDE_SLOTS, reason)
+    reason = tl.where(any_of(real & (in_table == 0)), OUTSIDE_TABLE, reason)
     reason = tl.where(known, reason, LENGTH_DIFFERS)
     ok = group < tl.where(reason == 0, GROUPS, 0)
 
-    # What the first staging page shows already; see `overlay_loops.rows_shown`.
-    stand_in0 = first_page + 2 * (lease * GROUPS + group) + page0 % 2
-    stand_in1 = first_page + 2 * (lease * GROUPS + group) + page1 % 2
-    note0 = notes + ((lease * GROUPS + group) * 2 + page0 % 2) * NOTES
-    note1 = notes + ((lease * GROUPS + group) * 2 + page1 % 2) * NOTES
+    even = first_page + 2 * (lease * GROUPS + group)
+    stand_in0, stand_in1 = even + page0 % 2, even + page1 % 2
+    note0 = notes + (stand_in0 - first_page) * NOTES
+    note1 = notes + (stand_in1 - first_page) * NOTES
     need = start - page0 * size
-    shown = tl.load(note0 + FILLED, mask=ok, other=0)
-    trusted = (tl.load(note0 + HELD, mask=ok, other=-1) == page0) & (shown <= need)
-    trusted = trusted & (tl.load(note0 + BEHIND, mask=ok, other=-1) == home0)
-    trusted = trusted & (tl.load(note0 + NOTED, mask=ok, other=-1) == generation)
-    shown = tl.where(trusted, shown, 0)
+    shown = rows_shown(note0, page0, home0, need, generation, ok)
     tally = tallies + request * TALLIES
     refused, flushed = tl.load(tally + REFUSED + reason), tl.load(tally + T_FLUSHED)
     filled = tl.load(tally + ROWS_FILLED)
     tl.debug_barrier()
 
-    tl.store(entry1, stand_in1.to(tl.int32), mask=ok)
-    tl.store(entry0, stand_in0.to(tl.int32), mask=ok)
-    for depth in range(0, length, BLOCK):
-        inside, there = _window_rows(slots, ok, depth, length, BLOCK)
-        slot = _slots(start, depth, size, page0, stand_in0, stand_in1, BLOCK)
-        rows = (group * row_step + first + depth)[:, None] + tl.arange(0, BLOCK)[None, :]
-        tl.store(there, slot, mask=inside)
-        tl.store(staged + rows, slot, mask=inside)
-    _note(note1, page1, home1, generation, start, size, ok)
-    _note(note0, page0, home0, generation, start, size, ok)
+    point_tables(table, slots, start, length, size, page0, page1, stand_in0, stand_in1, ok, BLOCK)
+    rows = staged + group * row_step + first
+    list_rows(rows, start, length, length, size, page0, stand_in0, stand_in1, ok, BLOCK)
+    note_page(note1, page1, home1, generation, start, size, ok)
+    note_page(note0, page0, home0, generation, start, size, ok)
     cover = under + group * first_page
     tl.store(cover + home0, stand_in0.to(tl.int32), mask=ok)
     tl.store(cover + home1, stand_in1.to(tl.int32), mask=ok)
@@ -211,7 +187,7 @@ def fill_kernel(  # pragma: no cover - compiled
         place = part - requests * chunks
         if place < newcomers * GROUPS:
             group = (place % GROUPS).to(tl.int64)
-            line, columns = _newcomer(window, groups, requests + place // GROUPS, group)
+            line, columns = read_newcomer(window, groups, requests + place // GROUPS, group)
             for column in range(0, columns, ENTRIES):
                 column_ = column + tl.arange(0, ENTRIES)
                 page = tl.load(line + column_, mask=column_ < columns, other=-1).to(tl.int64)
@@ -270,7 +246,7 @@ def close_kernel(  # pragma: no cover - compiled
         place = request - requests
         if place < newcomers * GROUPS:
             group = (place % GROUPS).to(tl.int64)
-            line, columns = _newcomer(window, groups, requests + place // GROUPS, group)
+            line, columns = read_newcomer(window, groups, requests + place // GROUPS, group)
             for column in range(0, columns, ENTRIES):
                 column_ = column + tl.arange(0, ENTRIES)
                 page = tl.load(line + column_, mask=column_ < columns, other=-1).to(tl.int64)
@@ -300,18 +276,11 @@ def _close_request(  # pragma: no cover - compiled
     GROUP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    entry = window + request * ENTRY
-    row = tl.load(entry + ROW).to(tl.int64)
-    lease = tl.load(entry + LEASE).to(tl.int64)
-    first = tl.load(entry + FIRST).to(tl.int64)
-    length = tl.load(entry + LENGTH)
-    drafts = tl.load(entry + DRAFTS)
-    generation = tl.load(entry + GENERATION).to(tl.int64)
+    row, lease, first, length, drafts, generation = read_entry(window, request)
     hold = saved + request * SAVED
     start = tl.load(hold + START)
     token = tl.load(hold + TOKEN)
-    fresh = tl.load(hold + OPEN)
-    if fresh == 0:
+    if tl.load(hold + OPEN) == 0:
         return
     staged = start >= 0
     kept = length * 0
@@ -321,98 +290,27 @@ def _close_request(  # pragma: no cover - compiled
         kept = length - tl.minimum(tl.maximum(rejected, 0), drafts)
         kept = tl.where(staged, kept, 0)
 
-    group = tl.arange(0, GROUP_BLOCK).to(tl.int64)
-    real = group < GROUPS
-    about = groups + group * GROUP
-    size = tl.load(about + SIZE, mask=real, other=1)
-    table = tl.load(about + TABLE, mask=real, other=0)
-    table += row * tl.load(about + STRIDE, mask=real, other=0) * 4
-    slots = tl.load(about + SLOTS, mask=real, other=0) + token * 8
+    group, real, size, table, slots = read_engine(groups, row, token, GROUPS, GROUP_BLOCK)
     keep = pages + (request * GROUPS + group) * PAGES
     page0 = tl.load(keep + FIRST_PAGE, mask=real, other=0)
     page1 = tl.load(keep + LAST_PAGE, mask=real, other=0)
     home0 = tl.load(keep + FIRST_HOME, mask=real, other=0)
     home1 = tl.load(keep + LAST_HOME, mask=real, other=0)
     ok = group < tl.where(staged, GROUPS, 0)
+    tally = tallies + request * TALLIES + tl.arange(0, TALLIES)
+    counted = tl.load(tally)
+    tl.debug_barrier()
 
-    tl.store((table + page1 * 4).to(tl.pointer_type(tl.int32)), home1.to(tl.int32), mask=ok)
-    tl.store((table + page0 * 4).to(tl.pointer_type(tl.int32)), home0.to(tl.int32), mask=ok)
-    for depth in range(0, length, BLOCK):
-        inside, there = _window_rows(slots, ok, depth, length, BLOCK)
-        slot = _slots(start, depth, size, page0, home0, home1, BLOCK)
-        tl.store(there, slot, mask=inside)
-        if COMMIT:
-            offset = depth + tl.arange(0, BLOCK)[None, :]
-            rows = (group * row_step + first)[:, None] + offset
-            inside, there = _window_rows(slots, real, depth, length, BLOCK)
-            tl.store(masked + rows, tl.where(offset < kept, slot, -1), mask=inside)
+    point_tables(table, slots, start, length, size, page0, page1, home0, home1, ok, BLOCK)
     if COMMIT:
-        note0 = notes + ((lease * GROUPS + group) * 2 + page0 % 2) * NOTES
-        note1 = notes + ((lease * GROUPS + group) * 2 + page1 % 2) * NOTES
-        _note(note1, page1, home1, generation, start + kept, size, ok)
-        _note(note0, page0, home0, generation, start + kept, size, ok)
+        rows = masked + group * row_step + first
+        list_rows(rows, start, length, kept, size, page0, home0, home1, real, BLOCK)
+        note = notes + (lease * GROUPS + group) * 2 * NOTES
+        note_page(note + page1 % 2 * NOTES, page1, home1, generation, start + kept, size, ok)
+        note_page(note + page0 % 2 * NOTES, page0, home0, generation, start + kept, size, ok)
     cover = under + group * first_page
     tl.store(cover + home0, home0.to(tl.int32) * 0 - 1, mask=ok)
     tl.store(cover + home1, home1.to(tl.int32) * 0 - 1, mask=ok)
-
-    count = tl.arange(0, TALLIES)
-    here = staged.to(tl.int32)
-    more = tl.where(count == WINDOWS, (request == 0).to(tl.int32), 0)
-    more += tl.where(count == T_STAGED, here * drafts, 0)
-    more += tl.where(count == ROWS_STAGED, here * length, 0)
-    if COMMIT:
-        lost = length - kept
-        more += tl.where(count == T_COMMITTED, here * (drafts - lost), 0)
-        more += tl.where(count == T_REJECTED, here * lost, 0)
-        more += tl.where(count == T_BONUS, here, 0)
-        more += tl.where(count == ROWS_WRITTEN, here * kept, 0)
-        more += tl.where(count == BAD_COUNT, here * (rejected != lost).to(tl.int32), 0)
-    else:
-        more += tl.where(count == CANCELLED_WINDOWS, (request == 0).to(tl.int32), 0)
-        more += tl.where(count == T_CANCELLED, here * drafts, 0)
-        more += tl.where(count == ROWS_CANCELLED, here * length, 0)
-    tally = tallies + request * TALLIES + count
-    before = tl.load(tally)
-    tl.debug_barrier()
-    tl.store(tally, before + more)
+    more = count_window(request == 0, staged, length, drafts, kept, rejected, COMMIT)
+    tl.store(tally, counted + more)
     tl.store(hold + OPEN, 0)
-
-
-@triton.jit
-def _newcomer(window, groups, place, group):  # pragma: no cover - compiled
-    row = tl.load(window + place * ENTRY + ROW).to(tl.int64)
-    about = groups + group * GROUP
-    line = tl.load(about + TABLE) + row * tl.load(about + STRIDE) * 4
-    return line.to(tl.pointer_type(tl.int32)), tl.load(about + COLUMNS).to(tl.int32)
-
-
-@triton.jit
-def _window_rows(slots, use, depth, length, BLOCK: tl.constexpr):  # pragma: no cover - compiled
-    # [groups, rows]: which rows there are, and where the slot mappings have them.
-    offset = depth + tl.arange(0, BLOCK)
-    there = (slots[:, None] + offset.to(tl.int64)[None, :] * 8).to(tl.pointer_type(tl.int64))
-    return use[:, None] & (offset < length)[None, :], there
-
-
-@triton.jit
-def _slots(start, depth, size, page0, first, last, BLOCK: tl.constexpr):  # pragma: no cover
-    # [groups, rows]: slots of a window whose pages are `first` and `last`.
-    position = start + depth + tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    page = position // size[:, None]
-    named = tl.where(page == page0[:, None], first[:, None], last[:, None])
-    return named * size[:, None] + position - page * size[:, None]
-
-
-@triton.jit
-def _note(note, page, home, generation, watermark, size, ok):  # pragma: no cover - compiled
-    # See `overlay_loops.note`.
-    tl.store(note + HELD, page, mask=ok)
-    tl.store(note + BEHIND, home, mask=ok)
-    filled = tl.minimum(tl.maximum(watermark - page * size, 0), size)
-    tl.store(note + FILLED, filled, mask=ok)
-    tl.store(note + NOTED, generation, mask=ok)
-
-
-@triton.jit
-def _any(flags):  # pragma: no cover - compiled
-    return tl.max(flags.to(tl.int32), axis=0) > 0

@@ -1,0 +1,104 @@
+"""What a window may not do on the host: read a value, wait, allocate, launch more than it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nwor.store import triton_rows, triton_window
+
+READS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+)
+WAITS = (
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Event, "synchronize"),
+    (torch.cuda.Stream, "synchronize"),
+)
+KERNELS = (
+    (triton_window, "begin_kernel"),
+    (triton_window, "fill_kernel"),
+    (triton_window, "close_kernel"),
+    (triton_rows, "move_rows_kernel"),
+)
+
+
+class HostWaits(BaseException):
+    """Not an Exception: a repair of failed launches must not swallow it."""
+
+
+class HostWork(TorchDispatchMode):
+    """Everything that the host does between launches, while it is switched on.
+
+    Launches are made, and recorded with their grids. What happens inside one is not looked at:
+    Triton's interpreter reads whatever it likes.
+
+    Attributes:
+        launches: name and grid of every launch.
+        ops: torch ops outside of launches; each of them may allocate, and on a GPU launches a kernel
+            or starts a copy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[str, tuple[int, ...]]] = []
+        self.ops: list[str] = []
+        self.inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.inside:
+            self.ops.append(str(func))
+            if str(func) == "aten.copy_.default" and not (args[2:] or (kwargs or {})):
+                raise HostWaits("a blocking copy")
+        return func(*args, **(kwargs or {}))
+
+    def launch(self, name: str, kernel: Any) -> Any:
+        work = self
+
+        class Launcher:
+            def __getitem__(self, grid):
+                def run(*args, **constants):
+                    work.launches.append((name, grid))
+                    work.inside = True
+                    try:
+                        return kernel[grid](*args, **constants)
+                    finally:
+                        work.inside = False
+
+                return run
+
+        return Launcher()
+
+    def forbid(self, name: str, original: Callable[..., object]) -> Callable[..., object]:
+        def refuse(*args, **kwargs):
+            if self.inside:
+                return original(*args, **kwargs)
+            raise HostWaits(name)
+
+        return refuse
+
+
+@contextmanager
+def host_work() -> Iterator[HostWork]:
+    """Record launches and ops; reading a value or waiting for the device is an error."""
+    work = HostWork()
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in KERNELS:
+            patch.setattr(module, name, work.launch(name, getattr(module, name)))
+        for owner, name in (*((torch.Tensor, read) for read in READS), *WAITS):
+            patch.setattr(owner, name, work.forbid(name, getattr(owner, name)))
+        with work:
+            yield work

@@ -1,0 +1,432 @@
+"""The device overlay on its own: what it refuses, what it counts, what it does when launches fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from twins import DEVICE, MAX_TOKENS, Spec, Twins, whole_bytes
+
+from nwor import KVRows
+from nwor.errors import (
+    CommitError,
+    InputError,
+    LayoutError,
+    RowCountError,
+    StaleWindowError,
+    WindowOpenError,
+)
+from nwor.metrics import FallbackReason
+from nwor.store import device_overlay
+from nwor.store.device_overlay import DeviceBatch, DeviceFault, DeviceGroup, DeviceOverlay
+from nwor.store.device_transfer import RING, UploadRing
+from nwor.store.overlay import OverlayRefusal
+from nwor.testing import everything as everything_of
+from nwor.testing import fail_at
+
+
+def engine(*specs: Spec, drafts: dict[str, int] | None = None, **options) -> Twins:
+    """Two requests, prepared for a step in which both verify."""
+    twins = Twins(specs or (Spec(4), Spec(8)), **options)
+    twins.drafts = drafts or {"a": 2, "b": 3}
+    twins.add("a", 6)
+    twins.add("b", 3)
+    twins.prepare({name: k + 1 for name, k in twins.drafts.items()})
+    return twins
+
+
+def batch_of(twins: Twins, **changes) -> DeviceBatch:
+    names = list(twins.drafts)
+    given = {
+        "requests": names,
+        "table_rows": np.array([twins.lines[name] for name in names]),
+        "query_lens": np.array([twins.counts[name] for name in names]),
+        "num_drafts": np.array([twins.drafts[name] for name in names]),
+        "query_start_loc": twins.query_start_loc,
+        "positions": twins.positions,
+    }
+    return DeviceBatch(**given | changes)
+
+
+def rejecting(twins: Twins, *counts: int) -> torch.Tensor:
+    numbers = torch.full((twins.tables[0].shape[0],), -7, dtype=torch.int32)
+    numbers[: len(counts)] = torch.tensor(counts, dtype=torch.int32)
+    return numbers.to(DEVICE)
+
+
+def everything(twins: Twins) -> list[torch.Tensor]:
+    """The device's tables, slot mappings and stores."""
+    stores = [whole_bytes(rows) for rows in twins.copies]
+    return [tensor.clone() for tensor in (*twins.their_tables, *twins.their_slots, *stores)]
+
+
+def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class TestFaults:
+    """Where the host's overlay raises, the device leaves the request alone, in all groups."""
+
+    def wrong(self, twins: Twins, fault: DeviceFault) -> DeviceBatch:
+        if fault == DeviceFault.MAPPING_DIFFERS:
+            twins.their_slots[1][1] += 1
+        elif fault == DeviceFault.NOT_DURABLE:
+            twins.their_tables[1][0, 0] = twins.first_page
+            twins.their_slots[1][:2] = twins.first_page * 8 + torch.tensor([6, 7])
+        elif fault == DeviceFault.OUTSIDE_TABLE:
+            twins.positions[:3] += 4 * MAX_TOKENS
+        elif fault == DeviceFault.LENGTH_DIFFERS:
+            twins.positions[0] = -1
+        return batch_of(twins)
+
+    @pytest.mark.parametrize("fault", ["mapping_differs", "not_durable", "outside_table"])
+    def test_one_request_is_wrong_in_one_group(self, fault: str) -> None:
+        twins = engine()
+        batch = self.wrong(twins, DeviceFault(fault))
+        before = everything(twins)
+        window = twins.device.begin(batch)
+        opened = everything(twins)
+        for group in range(2):
+            assert torch.equal(opened[group][0], before[group][0])
+            assert opened[group][1, 0] >= twins.first_page
+            assert torch.equal(opened[2 + group][:3], before[2 + group][:3])
+            assert (opened[2 + group][3:7] >= twins.first_page * twins.specs[group].page_size).all()
+        window.commit(rejecting(twins, 0, 1))
+        after = everything(twins)
+        assert same(before[:4], after[:4])
+        twins.device.collect(wait=True)
+        assert twins.device.faults == {DeviceFault(fault): 1}
+        metrics = twins.device.metrics
+        assert (metrics.flushed, metrics.staged, metrics.committed, metrics.bonus) == (2, 3, 2, 1)
+        assert metrics.rows_written == 3 * 2 * len(twins.specs)
+
+    def test_rows_that_were_not_announced(self) -> None:
+        for change in ({"query_lens": np.array([4, 4])}, {}):
+            twins = engine()
+            batch = batch_of(twins, **change)
+            if not change:
+                twins.positions[0] = -1
+            before = everything(twins)
+            twins.device.begin(batch).abort()
+            assert same(before[:4], everything(twins)[:4])
+            twins.device.collect(wait=True)
+            assert twins.device.faults == {DeviceFault.LENGTH_DIFFERS: 1}
+
+    def test_slots_that_end_early(self) -> None:
+        twins = engine(Spec(4))
+        group = twins.device.groups[0]
+        device = DeviceOverlay(
+            [DeviceGroup(group.table, group.slots[:5], group.rows)],
+            first_page=twins.first_page,
+            num_leases=3,
+            max_requests=6,
+            max_tokens=20,
+            max_drafts=3,
+        )
+        before = everything(twins)
+        device.begin(batch_of(twins)).abort()
+        assert same(before[:2], everything(twins)[:2])
+        device.collect(wait=True)
+        assert device.faults == {DeviceFault.OUTSIDE_SLOTS: 1}
+
+    @pytest.mark.parametrize(("wrong", "taken"), [(-1, 0), (4, 3), (2**31 - 1, 3), (-(2**31), 0)])
+    def test_impossible_counts_become_the_nearest_possible(self, wrong: int, taken: int) -> None:
+        twins, right = engine(), engine()
+        for side, count in ((twins, wrong), (right, taken)):
+            side.device.begin(batch_of(side)).commit(rejecting(side, 1, count))
+            side.device.collect(wait=True)
+        assert same(everything(twins), everything(right))
+        assert twins.device.faults == {DeviceFault.BAD_COUNT: 1}
+        assert twins.device.metrics == right.device.metrics
+
+
+class TestRefusals:
+    def test_windows_that_may_reach_three_pages(self) -> None:
+        twins = engine(Spec(4), drafts={"a": 4, "b": 3})
+        before = everything(twins)
+        window = twins.device.begin(batch_of(twins))
+        assert window.requests == ("b",)
+        window.commit(rejecting(twins, 0, 0))
+        assert same(before[:2], everything(twins)[:2])
+        assert twins.device.refused == {OverlayRefusal.WINDOW_OVER_TWO_PAGES: 1}
+        assert twins.device.metrics.flushed == 4
+
+    def test_begin_while_open(self) -> None:
+        twins = engine()
+        window = twins.device.begin(batch_of(twins))
+        opened = everything(twins)
+        for attempt in (
+            lambda: twins.device.begin(batch_of(twins)),
+            lambda: twins.device.release("a"),
+            twins.device.rehearse,
+        ):
+            with pytest.raises(WindowOpenError):
+                attempt()
+        assert same(opened, everything(twins))
+        assert twins.device.window is window
+
+    def test_closed_windows(self) -> None:
+        twins = engine()
+        with twins.device.begin(batch_of(twins)) as window:
+            pass
+        assert twins.device.window is None
+        for again in (window.abort, lambda: window.commit(rejecting(twins, 0, 0))):
+            with pytest.raises(StaleWindowError):
+                again()
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            (torch.zeros(6), "num_rejected must be a dense torch.int32"),
+            (torch.zeros(12, dtype=torch.int32)[::2], "dense"),
+            (torch.zeros(6, dtype=torch.int32, device="meta"), "on meta"),
+            (torch.zeros(1, dtype=torch.int32, device=DEVICE), "has 1 rows, batch row 1 verifies"),
+        ],
+    )
+    def test_counts_of_another_kind(self, wrong: torch.Tensor, message: str) -> None:
+        twins = engine()
+        window = twins.device.begin(batch_of(twins))
+        opened = everything(twins)
+        with pytest.raises(InputError, match=message):
+            window.commit(wrong)
+        assert window.is_open
+        assert same(opened, everything(twins))
+        window.commit(rejecting(twins, 0, 0))
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"num_drafts": np.array([0, 3])}, RowCountError, "at least one draft"),
+            ({"query_lens": np.array([2, 4])}, RowCountError, "one row more than drafts"),
+            ({"query_lens": np.array([2])}, RowCountError, "2 requests verify"),
+            ({"table_rows": np.array([0, -1])}, RowCountError, "must not be negative"),
+            ({"newcomers": np.array([-1])}, RowCountError, "must not be negative"),
+            ({"table_rows": np.array([0, 6])}, RowCountError, "batch row 6 of 2, there are 6"),
+            ({"newcomers": np.array([6])}, RowCountError, "batch row 6 of 3, there are 6"),
+            ({"query_start_loc": torch.zeros(2, dtype=torch.int32)}, RowCountError, "there are 1"),
+            ({"query_lens": np.array([9, MAX_TOKENS])}, RowCountError, "was built for 400"),
+            ({"positions": torch.zeros(20)}, InputError, "positions must be a dense torch.int64"),
+            ({"query_start_loc": torch.zeros(7)}, InputError, "must be a dense torch.int32"),
+            ({"positions": torch.zeros(9, dtype=torch.int64, device="meta")}, InputError, "meta"),
+        ],
+    )
+    def test_batches(self, change, error, message) -> None:
+        twins = engine()
+        before = everything(twins)
+        with pytest.raises(error, match=message):
+            twins.device.begin(batch_of(twins, **change))
+        assert same(before, everything(twins))
+        twins.device.begin(batch_of(twins)).abort()
+
+    def test_groups(self) -> None:
+        twins = engine(Spec(4))
+        group = twins.device.groups[0]
+        meta = DeviceGroup(group.table.to("meta"), group.slots, group.rows)
+        rest = {"num_leases": 3, "max_requests": 6, "max_tokens": 9, "max_drafts": 3}
+        with pytest.raises(InputError, match=r"groups on one device, got \['cpu.*', 'meta'\]|cuda"):
+            DeviceOverlay([meta], first_page=8, **rest)
+        with pytest.raises(InputError, match="at least one"):
+            DeviceOverlay([], first_page=8, **rest)
+        with pytest.raises(LayoutError, match=r"staging needs pages 62\.\.67"):
+            DeviceOverlay(twins.device.groups, first_page=62, **rest)
+        for name in ("max_requests", "max_tokens", "max_drafts"):
+            with pytest.raises(InputError, match=f"{name} must be positive, got 0"):
+                DeviceOverlay(twins.device.groups, first_page=60, **rest | {name: 0})
+        for table, slots in (
+            (group.table.long(), group.slots),
+            (group.table, group.slots.int()),
+            (group.table[:, ::2], group.slots),
+            (group.table, group.slots[::2]),
+            (group.table[0], group.slots),
+        ):
+            with pytest.raises(LayoutError):
+                DeviceGroup(table, slots, group.rows)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("where", ["begin", "fill"])
+    @pytest.mark.parametrize("after", [False, True])
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_a_begin_that_fails_leaves_no_edit(self, where, after, error) -> None:
+        """Not even one of the window before, whose record is still on the device."""
+        twins = engine()
+        twins.device.begin(batch_of(twins)).commit(rejecting(twins, 0, 1))
+        twins.finish("a")
+        twins.add("c", 9)
+        twins.drafts = {"b": 2, "c": 1}
+        twins.prepare({"b": 3, "c": 2})
+        before = everything(twins)
+        doing = everything_of if after else None
+        with (
+            fail_at((twins.device.launches, where), error=error, doing=doing),
+            pytest.raises(error),
+        ):
+            twins.device.begin(batch_of(twins))
+        assert same(before[:4], everything(twins)[:4])
+        assert twins.device.window is None
+        assert twins.device.pages.pages_in_use == 0
+
+    @pytest.mark.parametrize("where", ["close", "move"])
+    @pytest.mark.parametrize("after", [False, True])
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_a_commit_that_fails_once_is_finished(self, where, after, error) -> None:
+        twins, right = engine(), engine()
+        for side in (twins, right):
+            side.window = side.device.begin(batch_of(side))
+            side.begun = everything(side)
+        right.window.commit(rejecting(right, 1, 2))
+        doing = everything_of if after else None
+        with fail_at((twins.device.launches, where), error=error, doing=doing):
+            if error is KeyboardInterrupt:
+                with pytest.raises(error):
+                    twins.window.commit(rejecting(twins, 1, 2))
+            else:
+                twins.window.commit(rejecting(twins, 1, 2))
+        assert same(everything(twins), everything(right))
+        assert not twins.device.broken
+        for side in (twins, right):
+            side.device.collect(wait=True)
+        faults = {FallbackReason.MOVER_FAULT: 1} if error is RuntimeError else {}
+        assert twins.device.metrics.fallbacks == faults
+        twins.device.metrics.fallbacks.clear()
+        assert twins.device.metrics == right.device.metrics
+
+    def test_a_commit_that_fails_for_good(self, monkeypatch) -> None:
+        """Tables are restored all the same, and nothing is staged on rows that may be half moved."""
+        twins = engine()
+        before = everything(twins)
+        window = twins.device.begin(batch_of(twins))
+
+        def fail(*_args) -> None:
+            raise RuntimeError("no mover moves")
+
+        monkeypatch.setattr(twins.device.launches, "move", fail)
+        monkeypatch.setattr(device_overlay, "bind_torch", fail)
+        with pytest.raises(CommitError, match="no mover moves"):
+            window.commit(rejecting(twins, 0, 0))
+        assert same(before[:4], everything(twins)[:4])
+        monkeypatch.undo()
+        window = twins.device.begin(batch_of(twins))
+        assert window.requests == ()
+        assert twins.device.refused == {OverlayRefusal.OVERLAY_BROKEN: 2}
+
+
+def test_a_rehearsal_compiles_and_touches_nothing() -> None:
+    twins = engine()
+    before = everything(twins)
+    twins.device.rehearse()
+    assert same(before, everything(twins))
+    twins.device.collect(wait=True)
+    assert twins.device.metrics.windows == 0
+    assert (twins.device.state.notes == -1).all()
+
+
+def test_counters_arrive_when_they_arrive_and_only_once() -> None:
+    twins = engine()
+    for _ in range(3):
+        twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
+    assert twins.device.metrics.windows == 0
+    for _ in range(3):
+        twins.device.collect(wait=True)
+        metrics = twins.device.metrics
+        assert (metrics.windows, metrics.staged, metrics.rejected) == (3, 15, 3)
+        assert metrics.staged == metrics.committed + metrics.rejected + metrics.cancelled
+        assert metrics.rows_staged == metrics.rows_written + metrics.rows_avoided
+    twins.device.begin(batch_of(twins)).abort()
+    twins.device.collect(wait=True)
+    assert (metrics.windows, metrics.cancelled_windows, metrics.cancelled) == (4, 1, 5)
+    assert metrics.rows_avoided == 3 * 4
+    assert sum(metrics.fallbacks.values()) == metrics.cancelled_windows
+
+
+def test_an_upload_under_way_is_not_overwritten() -> None:
+    """Buffers take turns: what the device may still have to read stays as it was sent."""
+    target = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
+    ring = UploadRing(target)
+    sources = []
+    for number in range(2 * RING):
+        buffer = ring.open()
+        buffer[:] = number
+        sources.append(buffer)
+        ring.send()
+        assert (target == number).all()
+    assert len({source.ctypes.data for source in sources}) == RING
+    assert all(sources[at] is sources[at + RING] for at in range(RING))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="sparse memory of the host")
+def test_far_tables_slots_and_rows() -> None:
+    """Byte offsets beyond 2**32 in a table, a slot mapping and a store; slots beyond 2**31."""
+    size, pages, token, row = 2**28, 12, 2**30, 3
+    flat = torch.from_numpy(np.zeros(pages * size * 2, np.uint8))
+    shape, steps = (1, pages, size, 1, 1), (1, 2 * size, 2, 1, 1)
+    rows = KVRows(*(flat.as_strided(shape, steps, at) for at in (0, 1)))
+    stride = 2**30 + 7
+    table = torch.from_numpy(np.zeros(4 * stride, np.int32)).view(4, stride)[:, :5]
+    slots, positions = (torch.from_numpy(np.zeros(token + 8, np.int64)) for _ in range(2))
+    starts = torch.tensor([0, 0, 0, token, token + 3], dtype=torch.int32)
+    device = DeviceOverlay(
+        [DeviceGroup(table, slots, (rows,))],
+        first_page=10,
+        num_leases=1,
+        max_requests=4,
+        max_tokens=8,
+        max_drafts=2,
+    )
+    start = 2 * size - 1  # the last row of one page, the first of the next
+    table[row, 1:3] = torch.tensor([9, 8])
+    home = [9 * size + size - 1, 8 * size, 8 * size + 1]
+    slots[token : token + 3] = torch.tensor(home)
+    positions[token : token + 3] = start + torch.arange(3)
+    device.state.notes[0, 0, 1] = torch.tensor([1, 9, size - 1, 0])  # spares copying a page
+    batch = DeviceBatch(["r"], *np.array([[row], [3], [2]]), starts, positions)
+    window = device.begin(batch)
+    staged = [11 * size + size - 1, 10 * size, 10 * size + 1]
+    assert table[row, :4].tolist() == [0, 11, 10, 0]
+    assert slots[token : token + 3].tolist() == staged
+    for number, slot in enumerate(staged):
+        rows.key[0, slot // size, slot % size], rows.value[0, slot // size, slot % size] = (
+            number + 1,
+            number + 101,
+        )
+    window.commit(torch.tensor([0, 0, 0, 1], dtype=torch.int32))
+    assert table[row, :4].tolist() == [0, 9, 8, 0]
+    assert slots[token : token + 3].tolist() == home
+    found = [
+        (int(rows.key[0, s // size, s % size]), int(rows.value[0, s // size, s % size]))
+        for s in home
+    ]
+    assert found == [(1, 101), (2, 102), (0, 0)]
+    device.collect(wait=True)
+    assert not device.faults
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="about hosts without a GPU")
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        ("", "on a GPU, these are on the CPU"),
+        ("import sys; sys.modules['triton'] = None", r"needs triton: pip install 'nwor\[triton\]'"),
+    ],
+)
+def test_without_the_interpreter_or_triton(monkeypatch, prepare: str, message: str) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    program = f"""
+{prepare}
+import torch
+from nwor import Layout
+from nwor.store.device_overlay import DeviceGroup, DeviceOverlay
+from nwor.testing import make_store
+table, slots = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+DeviceOverlay([DeviceGroup(table, slots, (make_store(Layout.NHD),))], first_page=1, num_leases=1,
+              max_requests=1, max_tokens=1, max_drafts=1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    with pytest.raises(InputError, match=message):
+        raise InputError(done.stderr.splitlines()[-1])

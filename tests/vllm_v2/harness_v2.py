@@ -77,7 +77,6 @@ class EngineV2(Engine):
         assert stock.unrestored == 0
         assert staged.unrestored == 0, f"{staged.unrestored} steps left edits in vLLM's tables"
         assert staged.drafter == stock.drafter, "the drafter computed other K and V"
-        assert not self.runner.nwor.refused()
 
     def counters(self) -> dict[str, Any]:
         self.runner.nwor.collect()

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import greedy, prompts
@@ -18,6 +19,7 @@ from vllm import SamplingParams
 
 from nwor.manager import Mode
 from nwor.store.admission import OverlayRefusal
+from nwor.store.device_batch import DeviceBatch
 from nwor.store.triton_window import TritonWindow
 
 Get = Callable[..., EngineV2]
@@ -99,9 +101,16 @@ def test_a_page_shared_while_it_is_staged(engine: Get, monkeypatch: pytest.Monke
     monkeypatch.setattr(TritonWindow, "fill", watched)
     first = prompts(24)[0]
     text = first + llm.run([first], greedy(24), Mode.OFF).tokens["0"]
+    texts, params = [first, text[:40]], [greedy(20), greedy(4)]
     for step in range(5, 8):  # one of them meets the page in the step that fills it
-        llm.both([first, text[:40]], [greedy(20), greedy(4)], arrive={1: step})
-    assert any(met)
+        stock, _ = llm.both(texts, params, arrive={1: step})
+        if any(met):
+            break
+    else:
+        pytest.fail("no newcomer met a staged page")
+    monkeypatch.setattr(DeviceBatch, "newcomer_rows", np.empty(0, np.int64))
+    staged = llm.run(texts, params, Mode.STAGE, arrive={1: step})
+    assert staged.rows != stock.rows, "a newcomer that reads the durable page must be noticed"
 
 
 def test_chunked_prefill_beside_verification(engine: Get) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from harness import greedy, prompts
 from harness_v2 import AuditV2, EngineV2
 
-from nwor.errors import SlotError
+from nwor.cli import main
+from nwor.errors import NworError, SlotError
 from nwor.manager import Mode
 from nwor.metrics import FallbackReason
 from nwor.store.device_window import DeviceWindow
@@ -58,11 +61,16 @@ def break_off(llm: EngineV2, error: type[BaseException], match: str = "") -> Non
         assert torch.equal(then[1], now[1])
     assert all(map(torch.equal, audit.tables(), audit.expected)), "edits were left in the tables"
     assert llm.overlay.window is None
-    engine.abort_request([str(i) for i in range(len(TEXTS))])
-    llm.runner.execute_model_state = None
-    llm.drain()
+    clear(llm)
     assert llm.overlay.pages.pages_in_use == 0
     llm.overlay.pages.check_integrity()
+
+
+def clear(llm: EngineV2) -> None:
+    """Give up what a failed step has left in the engine."""
+    llm.llm.llm_engine.abort_request([str(i) for i in range(len(TEXTS))])
+    llm.runner.execute_model_state = None
+    llm.drain()
 
 
 @pytest.mark.parametrize("error", [InjectedFaultError, KeyboardInterrupt])
@@ -121,6 +129,40 @@ def test_a_step_that_cannot_be_staged_is_written_through(
     assert llm.runner.nwor.fallbacks[FallbackReason.STAGE_REFUSED]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_the_device_finds_wrong_is_counted_and_with_strict_raised(
+    engine: Get, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """A slot mapping that contradicts its table, in one step: that request is left alone."""
+    llm = engine(k=4)
+    begin, calls = llm.overlay.begin, itertools.count(1)
+    refused, before = llm.runner.nwor.refused, llm.runner.nwor.refused()
+
+    def new(before: Counter[str]) -> Counter[str]:
+        return refused() - before
+
+    def corrupted(batch: Any) -> Any:
+        if next(calls) == 2:
+            llm.overlay.groups[0].slots[batch.query_start_loc[batch.table_rows[0]]] += 1
+        return begin(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.overlay, "begin", corrupted)
+        if strict:
+            patch.setattr(llm.runner.nwor, "_strict", True)
+            patch.setattr(llm.runner.nwor, "refused", lambda: new(before))
+            with pytest.raises(NworError, match="mapping_differs"):
+                llm.run(TEXTS, greedy(8), Mode.STAGE)
+            assert next(calls) == 4, "the step after the one that was left alone raises"
+            clear(llm)
+        else:
+            llm.run(TEXTS, greedy(8), Mode.STAGE)
+    llm.drain()
+    llm.counters()
+    assert new(before) == {"mapping_differs": 1}
+    assert llm.overlay.pages.pages_in_use == 0
+
+
 def test_no_step_waits_for_the_device(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that begin and commit do reads a value of the device, launches included."""
     llm = engine(k=4)
@@ -140,6 +182,26 @@ def test_no_step_waits_for_the_device(engine: Get, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(WindowsV2, name, guarded(getattr(WindowsV2, name)))
     llm.both(TEXTS, greedy(8))
     assert next(calls) > 10
+
+
+def test_doctor(
+    engine: Get, models: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`nwor doctor` knows that this process would run the V2 runner."""
+    for method, drafter, code in (("draft_model", "llama-near", 0), ("ngram", None, 1)):
+        speculative = {"method": method, "model": drafter and models(drafter)}
+        arguments = [
+            "doctor",
+            "--model",
+            models("llama"),
+            "--block-size",
+            "32",
+            "--dtype",
+            "float32",
+        ]
+        speculative |= {"num_speculative_tokens": 4, "prompt_lookup_max": 3}
+        assert main([*arguments, "--speculative-config", json.dumps(speculative)]) == code
+        assert "worker.gpu.model_runner.GPUModelRunner.prepare_attn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["tables", "slots", "rows"])

@@ -106,6 +106,19 @@ def test_another_page_at_the_same_place_is_not_trusted() -> None:
     assert twins.device.rows_filled == 3 + 6 + 7
 
 
+def test_a_page_that_comes_back_at_another_place() -> None:
+    """The same durable page, two pages further on: what was filled in is not where it is needed."""
+    twins = Twins([Spec(4)])
+    twins.add("a", 3)
+    twins.step({"a": 1}, {"a": 1})
+    pages = twins.requests["a"].pages[0]
+    pages[:] = [twins.free.pop(), twins.free.pop(), pages[0]]
+    twins.requests["a"].computed = 11
+    twins.scramble(pages[2])
+    twins.step({"a": 1}, {"a": 1})
+    assert twins.device.rows_filled == 3 + 3
+
+
 def test_rows_before_the_bonus_row_are_always_kept() -> None:
     """A prefill chunk that ends in the same step; the window takes several steps of the loop."""
     twins = Twins([Spec(16)], max_drafts=1)

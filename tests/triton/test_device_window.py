@@ -145,14 +145,19 @@ class TestFaults:
 
 class TestRefusals:
     def test_windows_that_may_reach_three_pages(self) -> None:
-        twins = engine(Spec(4), drafts={"a": 4, "b": 3})
+        for drafts, rows in ((4, 5), (2, 6)):
+            self.refused(drafts, rows)
+
+    def refused(self, drafts: int, rows: int) -> None:
+        twins = engine(Spec(4), drafts={"a": drafts, "b": 3})
+        twins.prepare({"a": rows, "b": 4})
         before = everything(twins)
         window = twins.device.begin(batch_of(twins))
         assert window.requests == ("b",)
         window.commit(rejecting(twins, 0, 0))
         assert same(before[:2], everything(twins)[:2])
         assert twins.device.refused == {OverlayRefusal.WINDOW_OVER_TWO_PAGES: 1}
-        assert twins.device.metrics.flushed == 4
+        assert twins.device.metrics.flushed == drafts
 
     def test_begin_while_open(self) -> None:
         twins = engine()

@@ -54,8 +54,9 @@ class EngineV2(Engine):
         self, model: str, *, drafter: str, k: int = 3, asynchronous: bool = False, **options: Any
     ) -> None:
         speculative: dict[str, Any] = {"method": "draft_model", "model": drafter}
-        if drafter.endswith("eagle"):
-            speculative = {"method": "eagle", "model": drafter, **LENIENT}
+        if "eagle" in drafter:
+            method = drafter.rsplit("-", 1)[1]
+            speculative = {"method": method, "model": drafter, **LENIENT}
         options = {"max_num_seqs": 9, "blocks": 160, **options}
         with pytest.MonkeyPatch.context() as patch:
             if asynchronous:

@@ -11,7 +11,7 @@ import torch
 
 from nwor.audit import AuditLevel
 from nwor.layout import Layout
-from nwor.vllm import startup
+from nwor.vllm import audit, audit_v2
 from nwor.vllm.eligibility import EngineRefusal
 from nwor.vllm.geometry import GeometryError, device_groups, probe_groups
 from nwor.vllm.runner_v2 import UNKNOWN_PARTS, build_overlay
@@ -120,10 +120,11 @@ def test_several_sampled_tokens_per_step_are_refused() -> None:
         build_overlay(made, RESERVATION)
 
 
-def test_an_audit_of_the_v2_runner_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_on_a_gpu_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(startup.logger, "error", said.append)
-    settings = SimpleNamespace(audit=AuditLevel.METADATA)
-    reservation: Any = SimpleNamespace(refusals=("something",), settings=settings)
-    startup._attach_v2(SimpleNamespace(), SimpleNamespace(), reservation)
+    monkeypatch.setattr(audit.logger, "error", lambda text, *args: said.append(text % args))
+    made = SimpleNamespace(device=torch.device("cuda"))
+    audit_v2.attach(made, AuditLevel.METADATA, 4)
     assert "not audited" in said[0]
+    assert "cuda" in said[0]
+    assert audit.audit_of(made) is None

@@ -14,7 +14,7 @@ overlay as it makes them; of the overlay's own bookkeeping only the leases are r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from nwor.audit import AuditLevel, Batch, Findings, Kind, ShadowMap, Violation
 from nwor.audit.bytes import ByteAudit
 from nwor.audit.names import Ints
 from nwor.errors import LayoutError
-from nwor.store.paged import OverlayGroup
 from nwor.vllm import seams
 from nwor.vllm.geometry import CacheGroup, cache_groups
 
@@ -55,7 +54,7 @@ class RunnerAudit:
     def __init__(
         self,
         runner: Any,  # noqa: ANN401 - vLLM's GPUModelRunner
-        groups: list[CacheGroup[OverlayGroup]],
+        groups: Sequence[CacheGroup[Any]],
         first_staging: int,
         level: AuditLevel,
     ) -> None:
@@ -225,18 +224,20 @@ class RunnerAudit:
 
 
 def attach(runner: Any, level: AuditLevel, first_staging: int) -> None:  # noqa: ANN401 - GPUModelRunner
-    """Audit a runner, staged or not; called once its cache tensors exist.
+    """Audit a V1 runner, staged or not; called once its cache tensors exist."""
+    attach_audit(runner, lambda: RunnerAudit(runner, cache_groups(runner), first_staging, level))
 
-    What cannot be audited is said and left alone.
-    """
+
+def attach_audit(runner: Any, make: Callable[[], RunnerAudit]) -> None:  # noqa: ANN401 - GPUModelRunner
+    """Make an audit and put its hooks on; what cannot be audited is said and left alone."""
     try:
-        audit = RunnerAudit(runner, cache_groups(runner), first_staging, level)
+        audit = make()
     except LayoutError as error:
         logger.error("nwor audit: this worker is not audited: %s", error)  # noqa: TRY400
         return
     audit.install()
     setattr(runner, ATTRIBUTE, audit)
-    logger.info("nwor audit: watching, level %s", level.value)
+    logger.info("nwor audit: watching, level %s", audit.level.value)
 
 
 def audit_of(runner: Any) -> RunnerAudit | None:  # noqa: ANN401 - GPUModelRunner
@@ -244,7 +245,7 @@ def audit_of(runner: Any) -> RunnerAudit | None:  # noqa: ANN401 - GPUModelRunne
     return getattr(runner, ATTRIBUTE, None)
 
 
-def _window(runner: Any, group: CacheGroup[OverlayGroup]) -> int | None:  # noqa: ANN401 - GPUModelRunner
+def _window(runner: Any, group: CacheGroup[Any]) -> int | None:  # noqa: ANN401 - GPUModelRunner
     """Positions that attention of a group looks back, itself included."""
     spec = runner.kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
     return getattr(spec, "sliding_window", None) or None

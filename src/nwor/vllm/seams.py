@@ -225,7 +225,22 @@ AFTER_COMMIT_V2 = Seam(
     RUNNER_V2,
     "GPUModelRunner.postprocess_sampled",
     ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"),
-    "not touched: it moves the watermark and must come after the commit",
+    "it moves the watermark and must come after the commit; audit: what was kept",
+    hot=True,
+)
+FINISH_V2 = Seam(
+    RUNNER_V2,
+    "GPUModelRunner.finish_requests",
+    ("scheduler_output",),
+    "audit: which requests are gone, before their pages are given away; real steps only",
+    hot=True,
+)
+METADATA_V2 = Seam(
+    "vllm.v1.worker.gpu.model_states.default",
+    "DefaultModelState.prepare_attn",
+    ("input_batch",),
+    "audit: block tables and slot mappings as the kernels will see them",
+    hot=True,
 )
 
 V1_SEAMS = (
@@ -245,6 +260,8 @@ V2_SEAMS = (
     SAMPLE_V2,
     SAMPLE_TOKENS_V2,
     AFTER_COMMIT_V2,
+    FINISH_V2,
+    METADATA_V2,
 )
 
 LEDGER = (*SEAMS, CPU_ATTENTION_ISA, *V2_SEAMS)

@@ -167,15 +167,16 @@ def _attach_v1(runner: Any, cache: Any, reservation: Reservation) -> None:  # no
         audit.attach(runner, reservation.settings.audit, first_staging)
 
 
-def _attach_v2(runner: Any, cache: Any, reservation: Reservation) -> None:  # noqa: ANN401, ARG001
+def _attach_v2(runner: Any, cache: Any, reservation: Reservation) -> None:  # noqa: ANN401
     if not reservation.refusals:
         from nwor.vllm.runner_v2 import attach  # noqa: PLC0415 - staging engines only
 
         attach(runner, reservation)
     if reservation.settings.audit is not AuditLevel.OFF:
-        logger.error(
-            "nwor audit: the V2 model runner is not audited: NWOR_AUDIT reads V1's buffers"
-        )
+        from nwor.vllm import audit_v2  # noqa: PLC0415 - audited engines only
+
+        first_staging = cache.num_blocks - reservation.num_pages
+        audit_v2.attach(runner, reservation.settings.audit, first_staging)
 
 
 def hook_loggers() -> None:

@@ -24,8 +24,8 @@ from nwor.store import device_overlay
 from nwor.store.device_overlay import DeviceBatch, DeviceFault, DeviceGroup, DeviceOverlay
 from nwor.store.device_transfer import RING, UploadRing
 from nwor.store.overlay import OverlayRefusal
-from nwor.testing import everything as everything_of
 from nwor.testing import Snapshot, fail_at, same_bits
+from nwor.testing import everything as everything_of
 
 
 def engine(*specs: Spec, drafts: dict[str, int] | None = None, **options) -> Twins:

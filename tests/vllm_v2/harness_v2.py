@@ -54,8 +54,9 @@ class EngineV2(Engine):
         self, model: str, *, drafter: str, k: int = 3, asynchronous: bool = False, **options: Any
     ) -> None:
         speculative: dict[str, Any] = {"method": "draft_model", "model": drafter}
-        if drafter.endswith("eagle"):
-            speculative = {"method": "eagle", "model": drafter, **LENIENT}
+        if "eagle" in drafter:
+            method = drafter.rsplit("-", 1)[1]
+            speculative = {"method": method, "model": drafter, **LENIENT}
         options = {"max_num_seqs": 9, "blocks": 160, **options}
         with pytest.MonkeyPatch.context() as patch:
             if asynchronous:
@@ -77,7 +78,6 @@ class EngineV2(Engine):
         assert stock.unrestored == 0
         assert staged.unrestored == 0, f"{staged.unrestored} steps left edits in vLLM's tables"
         assert staged.drafter == stock.drafter, "the drafter computed other K and V"
-        assert not self.runner.nwor.refused()
 
     def counters(self) -> dict[str, Any]:
         self.runner.nwor.collect()

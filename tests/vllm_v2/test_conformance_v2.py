@@ -162,6 +162,31 @@ def test_seeded_sampling(engine: Get) -> None:
     llm.both(prompts(20, 31, 33), params)
 
 
+def test_logprobs(engine: Get) -> None:
+    llm = engine(k=4)
+    stock, staged = llm.both(prompts(20, 31), greedy(10, logprobs=3))
+
+    def values(run: Any) -> list[Any]:
+        return [
+            [{token: value.logprob for token, value in step.items()} for step in run.logprobs[name]]
+            for name in sorted(run.logprobs)
+        ]
+
+    assert values(staged) == values(stock)
+
+
+def test_requests_at_the_models_maximum_length(engine: Get) -> None:
+    """Windows cut short by the end of the block table."""
+    llm = engine(k=4)
+    llm.both(prompts(243, 247), [greedy(13), greedy(9)])
+
+
+def test_fp8_cache(engine: Get) -> None:
+    llm = engine(k=4, kv_cache_dtype="fp8")
+    assert llm.overlay.groups[0].rows[0].key.element_size() == 1
+    llm.both(prompts(20, 31), greedy(10))
+
+
 def test_pages_of_128_rows(engine: Get) -> None:
     llm = engine(k=4, block_size=128, blocks=64)
     llm.both(prompts(126, 127, 128), greedy(10))

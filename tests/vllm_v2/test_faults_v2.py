@@ -16,9 +16,11 @@ from harness import greedy, prompts
 from harness_v2 import AuditV2, EngineV2
 
 from nwor.cli import main
-from nwor.errors import NworError, SlotError
+from nwor.errors import CommitError, NworError, SlotError
 from nwor.manager import Mode
 from nwor.metrics import FallbackReason
+from nwor.store import device_overlay
+from nwor.store.admission import OverlayRefusal
 from nwor.store.device_window import DeviceWindow
 from nwor.store.triton_window import TritonWindow
 from nwor.testing import ForbidSync, InjectedFaultError, fail_at
@@ -110,6 +112,24 @@ def test_a_move_that_fails_is_repaired(engine: Get) -> None:
     with fail_at((TritonWindow, "move"), call=3):
         llm.both(TEXTS, greedy(8))
     assert llm.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == faults + 1
+
+
+def test_a_commit_that_fails_for_good(engine: Get) -> None:
+    """The error reaches the user; tables are restored; later requests are written through."""
+    llm = engine(k=4)
+    stock = llm.run(TEXTS, greedy(8), Mode.OFF)
+    with (
+        fail_at((TritonWindow, "move"), call=1),
+        fail_at((device_overlay, "bind_torch"), error=OSError("on purpose")),
+    ):
+        break_off(llm, CommitError, "on purpose")
+    assert llm.overlay.broken
+    staged = llm.run(TEXTS, greedy(8), Mode.STAGE)
+    assert staged.tokens == stock.tokens
+    assert staged.foreign == stock.foreign
+    assert llm.overlay.refused[OverlayRefusal.OVERLAY_BROKEN]
+    llm.overlay.broken = False
+    llm.both(TEXTS, greedy(8))
 
 
 def test_a_step_that_cannot_be_staged_is_written_through(

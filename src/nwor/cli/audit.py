@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nwor.audit import AuditLevel, Kind
-from nwor.errors import InputError
 from nwor.audit.verdicts import Report, Verdict, report_dict, verdict_dict, verdicts
 from nwor.audit.workloads import PAGE, WORKLOADS
+from nwor.errors import InputError
 
 BROKEN, INCOMPLETE = 1, 3
 WIDTH = 80
 ENGINES = {"vllm": ("vllm", "vllm"), "transformers": ("transformers", "engine")}
-"""By name, the module it needs and the extra that installs it; the first one installed is the default."""
+"""By name: the module it needs, the extra that installs it. The first one installed is the default."""
 
 _EXAMPLES = """examples:
   nwor audit --model ./gemma-3-270m --control
@@ -58,7 +58,9 @@ def add(commands: Any) -> None:  # noqa: ANN401 - argparse does not name its typ
         help="vllm, or transformers: the embedded engine (default: vllm if it is installed)",
     )
     parser.add_argument("--model", required=True, help="folder or id of a model")
-    parser.add_argument("--dtype", default="auto", help="as the engine takes it (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="auto", help="as the engine takes it (default: %(default)s)"
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K")
     parser.add_argument(
         "--workload",
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the audit.
 
     Raises:
-        InputError: an unknown workload or engine, one that is not installed, or one that nwor does not serve.
+        InputError: an unknown workload, or an engine that is unknown, not installed or not served.
     """
     unknown = set(args.workload) - set(WORKLOADS)
     if unknown:
@@ -176,7 +178,9 @@ def table(reports: Sequence[Report], judged: Sequence[Verdict], control: str) ->
     lines.append("")
     if any(report.control for report in reports):
         rows, per = _behind(reports)
-        text = f"left behind: {rows} rejected rows in durable pages ({per:.0f} per 1,000 tokens) by "
+        text = (
+            f"left behind: {rows} rejected rows in durable pages ({per:.0f} per 1,000 tokens) by "
+        )
         lines += [*_wrapped(text + control, ""), ""]
     words = {True: "held", False: "BROKEN", None: "not tested"}
     for verdict in judged:

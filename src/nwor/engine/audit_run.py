@@ -66,7 +66,9 @@ class JobEngine(AuditedEngine):
     jobs: Sequence[Job] = ()
     _clock = 0
 
-    def start(self, jobs: Sequence[Job], prompts: Sequence[list[int]], k: int) -> Iterator[TokenRun]:
+    def start(
+        self, jobs: Sequence[Job], prompts: Sequence[list[int]], k: int
+    ) -> Iterator[TokenRun]:
         """Run jobs; see `stops` for where they end."""
         self.jobs, self._clock = jobs, 0
         options = Options(max_new_tokens=max(job.tokens for job in jobs), num_draft_tokens=k)
@@ -118,7 +120,7 @@ class EngineAudit:
         """Run one workload, staged and (with `control`) written through."""
         jobs = WORKLOADS[name]
         stops = self._stops(jobs)
-        tokens, findings = self._once(Mode.STAGE, jobs, stops)
+        tokens, findings = self._once(Mode.STAGE, jobs, stops, self._level)
         report = Report(name, findings, tokens=tokens)
         if control:
             before = logger.level
@@ -140,14 +142,18 @@ class EngineAudit:
         return stops
 
     def _once(
-        self, mode: Mode, jobs: Sequence[Job], stops: Sequence[int | None]
+        self,
+        mode: Mode,
+        jobs: Sequence[Job],
+        stops: Sequence[int | None],
+        level: AuditLevel = AuditLevel.METADATA,
     ) -> tuple[dict[str, list[int]], Findings]:
         tokenizer: Any = self._loaded.tokenizer
         prompts = [prompt_ids(job, tokenizer) for job in jobs]
         answers: dict[str, list[int]] = {str(i): [] for i in range(len(jobs))}
         with JobEngine(
             self._loaded.model,
-            level=self._level,
+            level=level,
             drafter=Adversary(),
             mode=mode.value,
             max_batch=MAX_BATCH,

@@ -80,7 +80,9 @@ class Books:
         self._tables: list[Ints] = []
         self._slots: list[Ints] = []
 
-    def forward(self, requests: Sequence[Request], segments: Sequence[Segment], drafts: int) -> None:
+    def forward(
+        self, requests: Sequence[Request], segments: Sequence[Segment], drafts: int
+    ) -> None:
         """Tell what attention is handed and what the step's rows are.
 
         Args:
@@ -111,7 +113,9 @@ class Books:
     def _durable(self, group: Group, segments: Sequence[Segment]) -> Ints:
         """Return the durable slot of every position of the requests, ``[requests, positions]``."""
         pages = np.array([s.page for s in segments], np.int64)[:, None]
-        slots: Ints = self.base[group.name] + pages * group.capacity + self._positions % group.capacity
+        slots: Ints = (
+            self.base[group.name] + pages * group.capacity + self._positions % group.capacity
+        )
         return slots
 
     def written(self, layer: LayerRows, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -241,9 +245,7 @@ class AuditedEngine(Engine):
             return found
 
         verdicts, cuts = super()._transact(segments, watched)
-        self.books.end(
-            [1 + min(v.accepted, c.length) for v, c in zip(verdicts, cuts, strict=True)]
-        )
+        self.books.end([1 + min(v.accepted, c.length) for v, c in zip(verdicts, cuts, strict=True)])
         self.findings.tokens += sum(cut.length for cut in cuts)
         return verdicts, cuts
 

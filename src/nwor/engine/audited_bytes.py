@@ -167,9 +167,7 @@ def _run(
         Segment(page, start, length or 1) for (page, _), start in zip(rows, starts, strict=True)
     ]
     tokens = [
-        t
-        for (_, k), s in zip(rows, starts, strict=True)
-        for t in k.tokens[s : s + (length or 1)]
+        t for (_, k), s in zip(rows, starts, strict=True) for t in k.tokens[s : s + (length or 1)]
     ]
     runner.forward(store, tokens, segments, WriteThrough(store, segments, Written()), [0])
 

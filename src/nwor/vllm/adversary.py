@@ -31,7 +31,9 @@ class Adversary:
     ) -> list[list[int]]:
         """Draft for every request that sampled."""
         return [
-            draft(token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist(), self.k, self.vocabulary)
+            draft(
+                token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist(), self.k, self.vocabulary
+            )
             if got
             else []
             for row, got in enumerate(sampled_token_ids)

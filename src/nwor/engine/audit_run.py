@@ -123,12 +123,7 @@ class EngineAudit:
         tokens, findings = self._once(Mode.STAGE, jobs, stops, self._level)
         report = Report(name, findings, tokens=tokens)
         if control:
-            before = logger.level
-            logger.setLevel(logging.CRITICAL)  # what it leaves behind is no news, and is counted
-            try:
-                other, report.control = self._once(Mode.IMMEDIATE, jobs, stops)
-            finally:
-                logger.setLevel(before)
+            other, report.control = self._written_through(jobs, stops)
             report.same_tokens = other == tokens
         return report
 
@@ -136,10 +131,20 @@ class EngineAudit:
         """Find the tokens to stop at in undisturbed answers."""
         stops: list[int | None] = [None] * len(jobs)
         if any(job.stop for job in jobs):
-            answers, _ = self._once(Mode.STAGE, undisturbed(jobs), stops)
+            answers, _ = self._written_through(undisturbed(jobs), stops)
             for i, job in enumerate(jobs):
                 stops[i] = answers[str(i)][job.stop] if job.stop else None
         return stops
+
+    def _written_through(
+        self, jobs: Sequence[Job], stops: Sequence[int | None]
+    ) -> tuple[dict[str, list[int]], Findings]:
+        before = logger.level
+        logger.setLevel(logging.CRITICAL)  # what it leaves behind is no news, and is counted
+        try:
+            return self._once(Mode.IMMEDIATE, jobs, stops)
+        finally:
+            logger.setLevel(before)
 
     def _once(
         self,

@@ -52,9 +52,9 @@ def make_store(
 
 def random_rows(rows: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Return ``[rows, heads, dim]`` of random bits; NaN patterns of the dtype are among them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)  # the same bits on every device
     size = rows * heads * dim * dtype.itemsize
-    bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator, device="cpu")
     return bits.view(dtype).view(rows, heads, dim)
 
 

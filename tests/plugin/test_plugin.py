@@ -294,7 +294,7 @@ def config_v2(**changes: Any) -> Any:
         ("device_config__device_type", "cuda", EngineRefusal.PLATFORM),
         ("device_config__device_type", "xpu", EngineRefusal.PLATFORM),
         ("speculative_config__method", "ngram", EngineRefusal.DRAFTER),
-        ("speculative_config__method", "eagle3", EngineRefusal.DRAFTER),
+        ("speculative_config__method", "dflash", EngineRefusal.DRAFTER),
         ("speculative_config__method", "mtp", EngineRefusal.DRAFTER),
         ("speculative_config__enable_adaptive_verification", True, EngineRefusal.ADAPTIVE),
         ("parallel_config__enable_batch_sharded_sampling", True, EngineRefusal.SHARDED_SAMPLING),

@@ -24,8 +24,8 @@ from nwor.store import device_overlay
 from nwor.store.device_overlay import DeviceBatch, DeviceFault, DeviceGroup, DeviceOverlay
 from nwor.store.device_transfer import RING, UploadRing
 from nwor.store.overlay import OverlayRefusal
+from nwor.testing import Snapshot, fail_at, same_bits
 from nwor.testing import everything as everything_of
-from nwor.testing import fail_at
 
 
 def engine(*specs: Spec, drafts: dict[str, int] | None = None, **options) -> Twins:
@@ -86,7 +86,7 @@ class TestFaults:
     def test_one_request_is_wrong_in_one_group(self, fault: str) -> None:
         twins = engine()
         batch = self.wrong(twins, DeviceFault(fault))
-        before = everything(twins)
+        before, stores = everything(twins), [Snapshot.of(rows) for rows in twins.copies]
         window = twins.device.begin(batch)
         opened = everything(twins)
         for group in range(2):
@@ -97,6 +97,10 @@ class TestFaults:
         window.commit(rejecting(twins, 0, 1))
         after = everything(twins)
         assert same(before[:4], after[:4])
+        assert not same(before[4:], after[4:])  # the other request's rows
+        for pages, rows, then in zip(twins.requests["a"].pages, twins.copies, stores, strict=True):
+            assert same_bits(rows.key[:, pages], then.key[:, pages])
+            assert same_bits(rows.value[:, pages], then.value[:, pages])
         twins.device.collect(wait=True)
         assert twins.device.faults == {DeviceFault(fault): 1}
         metrics = twins.device.metrics
@@ -145,14 +149,19 @@ class TestFaults:
 
 class TestRefusals:
     def test_windows_that_may_reach_three_pages(self) -> None:
-        twins = engine(Spec(4), drafts={"a": 4, "b": 3})
+        for drafts, rows in ((4, 5), (2, 6)):
+            self.refused(drafts, rows)
+
+    def refused(self, drafts: int, rows: int) -> None:
+        twins = engine(Spec(4), drafts={"a": drafts, "b": 3})
+        twins.prepare({"a": rows, "b": 4})
         before = everything(twins)
         window = twins.device.begin(batch_of(twins))
         assert window.requests == ("b",)
         window.commit(rejecting(twins, 0, 0))
         assert same(before[:2], everything(twins)[:2])
         assert twins.device.refused == {OverlayRefusal.WINDOW_OVER_TWO_PAGES: 1}
-        assert twins.device.metrics.flushed == 4
+        assert twins.device.metrics.flushed == drafts
 
     def test_begin_while_open(self) -> None:
         twins = engine()

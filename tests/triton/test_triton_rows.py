@@ -1,7 +1,9 @@
 """The Triton mover equals the plain loop bit for bit, in one launch, without sync or allocation."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,6 +18,17 @@ from nwor.store import triton_rows
 from nwor.store.movers import get_mover
 from nwor.store.triton_rows import TritonMove, bind_triton, widest_word
 from nwor.testing import ForbidSync, Snapshot, make_store, random_rows, same_bits
+
+DEVICE = torch.device(os.environ.get("NWOR_TEST_DEVICE", "cpu"))
+ON_HOST = pytest.mark.skipif(DEVICE.type != "cpu", reason="about the host, or its sparse memory")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_device() -> Iterator[None]:
+    """Whatever a test of this file allocates lies where the kernels run."""
+    with DEVICE:
+        yield
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
 
@@ -179,6 +192,7 @@ def test_masked_on_the_device_and_moved_without_sync() -> None:
     assert Snapshot.of(twin).equals(dst)
 
 
+@ON_HOST
 def test_far_slots() -> None:
     """Byte offsets beyond 2**32 by page and by row, in a sparse mapping nobody touches whole."""
     slots = 5 * 2**30 // 4096
@@ -195,6 +209,7 @@ def test_far_slots() -> None:
             store.key[0, page, inside] = store.value[0, page, inside] = 0
 
 
+@ON_HOST
 def test_slot_numbers_beyond_int32() -> None:
     flat = torch.from_numpy(np.zeros(5 * 2**30, np.uint8))
     last = 5 * 2**29 - 1
@@ -206,6 +221,7 @@ def test_slot_numbers_beyond_int32() -> None:
     assert same_bits(value[0, last], src.value[0, 0, 1:2])
 
 
+@ON_HOST
 def test_far_heads_and_dims() -> None:
     """Heads and dims gigabytes apart: `head * step` is int64 too."""
     flat = torch.from_numpy(np.zeros(5 * 2**30, np.uint8))
@@ -246,6 +262,7 @@ class TestRefusals:
             with pytest.raises(TensorMismatchError, match="cannot move to"):
                 bind_triton(make_store(Layout.NHD), other)
 
+    @ON_HOST
     def test_devices(self) -> None:
         rows = KVRows(*(torch.empty(1, 1, 1, 1, 8, device="meta") for _ in range(2)))
         with pytest.raises(InputError, match="unset TRITON_INTERPRET"):
@@ -256,6 +273,7 @@ class TestRefusals:
         with pytest.raises(InputError, match="on one device"):
             TritonMove([])
 
+    @ON_HOST
     @pytest.mark.parametrize(
         ("prepare", "message"),
         [

@@ -23,13 +23,13 @@ NOISE = {"llama-draft": 0.02, "llama-near": 0.006}
 VOCAB = SPECIAL + [chr(c) for c in range(32, 127)] + ["\n"]
 
 
-def write_eagle(path: Path) -> None:
-    """Write an EAGLE head that hands on the target's hidden states, roughly.
+def write_eagle(path: Path, *, third: bool) -> None:
+    """Write an EAGLE head, or one of EAGLE-3, which sees the target's input and first layer.
 
-    So it drafts the last token again, which is right now and then. Two layers: K and V of the second
-    follow from what the attention of the first one reads. Embedding and output are the target's.
+    What it drafts is of no use. Of its two layers, K and V of the second follow from what the
+    attention of the first one reads. Embedding and EAGLE's output are the target's.
     """
-    size, inner = 64, 128
+    size, inner, ids = 64, 128, [0, 1]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -43,22 +43,28 @@ def write_eagle(path: Path) -> None:
         "num_hidden_layers": 2,
         "tie_word_embeddings": False,
     }
-    weights = {"fc.weight": torch.cat((torch.randn(size, size) * 0.02, torch.eye(size)), 1)}
-    for layer in range(2):
-        shapes = {
-            "self_attn.q_proj": (size, size),
-            "self_attn.k_proj": (size, size),
-            "self_attn.v_proj": (size, size),
-            "self_attn.o_proj": (size, size),
-            "mlp.gate_proj": (inner, size),
-            "mlp.up_proj": (inner, size),
-            "mlp.down_proj": (size, inner),
+    shapes = {"fc": (size, 2 * size)}
+    norms = []
+    if third:
+        config |= {
+            "eagle_aux_hidden_state_layer_ids": ids,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids},
         }
-        for name, shape in shapes.items():
-            weights[f"layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.1
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"layers.{layer}.{name}.weight"] = torch.ones(size)
-    del weights["layers.0.input_layernorm.weight"]  # the head's first layer has none
+        shapes["lm_head"] = (len(VOCAB), size)
+        norms = ["norm", "layers.0.hidden_norm", "layers.1.hidden_norm"]
+    for layer in range(2):
+        wide = 2 * size if third and layer == 0 else size
+        for part in "qkv":
+            shapes[f"layers.{layer}.self_attn.{part}_proj"] = (size, wide)
+        shapes[f"layers.{layer}.self_attn.o_proj"] = (size, size)
+        shapes[f"layers.{layer}.mlp.gate_proj"] = (inner, size)
+        shapes[f"layers.{layer}.mlp.up_proj"] = (inner, size)
+        shapes[f"layers.{layer}.mlp.down_proj"] = (size, inner)
+        norms.append(f"layers.{layer}.post_attention_layernorm")
+        if third or layer:  # the first layer of an EAGLE head has none
+            norms.append(f"layers.{layer}.input_layernorm")
+    weights = {f"{name}.weight": torch.randn(shape) * 0.1 for name, shape in shapes.items()}
+    weights |= {f"{name}.weight": torch.ones(size) for name in norms}
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     save_file(weights, path / "model.safetensors")
@@ -67,11 +73,11 @@ def write_eagle(path: Path) -> None:
 def write_model(name: str, path: Path) -> None:
     """Write ``llama``, ``llama-draft`` or ``llama-near`` (the same with noise), or ``gemma3``.
 
-    ``llama-eagle`` is an EAGLE head for ``llama``.
+    ``llama-eagle`` and ``llama-eagle3`` are EAGLE heads for ``llama``.
     """
     torch.manual_seed(0)
-    if name == "llama-eagle":
-        write_eagle(path)
+    if "eagle" in name:
+        write_eagle(path, third=name.endswith("3"))
         return
     common = {
         "vocab_size": len(VOCAB),

@@ -7,7 +7,6 @@ from vLLM's own positions, source tables and counts of rejected drafts.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +54,9 @@ class EngineV2(Engine):
         self, model: str, *, drafter: str, k: int = 3, asynchronous: bool = False, **options: Any
     ) -> None:
         speculative: dict[str, Any] = {"method": "draft_model", "model": drafter}
-        if drafter.endswith("eagle"):
-            speculative = {"method": "eagle", "model": drafter, **LENIENT}
+        if "eagle" in drafter:
+            method = drafter.rsplit("-", 1)[1]
+            speculative = {"method": method, "model": drafter, **LENIENT}
         options = {"max_num_seqs": 9, "blocks": 160, **options}
         with pytest.MonkeyPatch.context() as patch:
             if asynchronous:
@@ -64,7 +64,6 @@ class EngineV2(Engine):
                 patch.setattr(CpuPlatform, "check_and_update_config", stay)
                 options["async_scheduling"] = True
             super().__init__(model, k=k, speculative=speculative, **options)
-        self.refused: Counter[str] = Counter()
 
     def audit(self, run: Run) -> Any:
         return AuditV2(self, run)
@@ -75,16 +74,14 @@ class EngineV2(Engine):
     def check(self, stock: Run, staged: Run, before: dict[str, Any]) -> None:
         """Also: everything restored, and the drafter saw what stock's sees."""
         super().check(stock, staged, before)
-        refused, self.refused = self.refused, self.runner.nwor.refused()
-        assert self.refused == refused
+        assert self.counters()["refused"] == before["refused"]
         assert stock.unrestored == 0
         assert staged.unrestored == 0, f"{staged.unrestored} steps left edits in vLLM's tables"
         assert staged.drafter == stock.drafter, "the drafter computed other K and V"
-        assert not self.runner.nwor.refused()
 
     def counters(self) -> dict[str, Any]:
         self.runner.nwor.collect()
-        return super().counters()
+        return {**super().counters(), "refused": self.runner.nwor.refused()}
 
 
 class AuditV2:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import greedy, prompts
@@ -18,6 +19,7 @@ from vllm import SamplingParams
 
 from nwor.manager import Mode
 from nwor.store.admission import OverlayRefusal
+from nwor.store.device_batch import DeviceBatch
 from nwor.store.triton_window import TritonWindow
 
 Get = Callable[..., EngineV2]
@@ -99,9 +101,16 @@ def test_a_page_shared_while_it_is_staged(engine: Get, monkeypatch: pytest.Monke
     monkeypatch.setattr(TritonWindow, "fill", watched)
     first = prompts(24)[0]
     text = first + llm.run([first], greedy(24), Mode.OFF).tokens["0"]
+    texts, params = [first, text[:40]], [greedy(20), greedy(4)]
     for step in range(5, 8):  # one of them meets the page in the step that fills it
-        llm.both([first, text[:40]], [greedy(20), greedy(4)], arrive={1: step})
-    assert any(met)
+        stock, _ = llm.both(texts, params, arrive={1: step})
+        if any(met):
+            break
+    else:
+        pytest.fail("no newcomer met a staged page")
+    monkeypatch.setattr(DeviceBatch, "newcomer_rows", np.empty(0, np.int64))
+    staged = llm.run(texts, params, Mode.STAGE, arrive={1: step})
+    assert staged.rows != stock.rows, "a newcomer that reads the durable page must be noticed"
 
 
 def test_chunked_prefill_beside_verification(engine: Get) -> None:
@@ -151,6 +160,31 @@ def test_seeded_sampling(engine: Get) -> None:
         SamplingParams(temperature=0.8, seed=i, max_tokens=16, ignore_eos=True) for i in range(3)
     ]
     llm.both(prompts(20, 31, 33), params)
+
+
+def test_logprobs(engine: Get) -> None:
+    llm = engine(k=4)
+    stock, staged = llm.both(prompts(20, 31), greedy(10, logprobs=3))
+
+    def values(run: Any) -> list[Any]:
+        return [
+            [{token: value.logprob for token, value in step.items()} for step in run.logprobs[name]]
+            for name in sorted(run.logprobs)
+        ]
+
+    assert values(staged) == values(stock)
+
+
+def test_requests_at_the_models_maximum_length(engine: Get) -> None:
+    """Windows cut short by the end of the block table."""
+    llm = engine(k=4)
+    llm.both(prompts(243, 247), [greedy(13), greedy(9)])
+
+
+def test_fp8_cache(engine: Get) -> None:
+    llm = engine(k=4, kv_cache_dtype="fp8")
+    assert llm.overlay.groups[0].rows[0].key.element_size() == 1
+    llm.both(prompts(20, 31), greedy(10))
 
 
 def test_pages_of_128_rows(engine: Get) -> None:

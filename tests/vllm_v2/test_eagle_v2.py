@@ -1,4 +1,4 @@
-"""EAGLE on the V2 runner: a drafter that reuses the target's metadata and slot mappings.
+"""EAGLE on the V2 runner: drafters that reuse the target's metadata and slot mappings.
 
 Drafts are accepted at random, so tokens follow from what the drafter reads.
 """
@@ -18,8 +18,9 @@ Get = Callable[..., EngineV2]
 TEXTS = prompts(5, 17, 31, 32, 33, 60)
 
 
-def test_ragged_batch_on_page_edges(engine: Get) -> None:
-    llm = engine(k=4, drafter="llama-eagle")
+@pytest.mark.parametrize("drafter", ["llama-eagle3", "llama-eagle"])
+def test_ragged_batch_on_page_edges(engine: Get, drafter: str) -> None:
+    llm = engine(k=4, drafter=drafter)
     params = [greedy(n, seed=n) for n in (16, 9, 20, 5, 12, 14)]
     stock, _ = llm.both(TEXTS, params, arrive={1: 1, 3: 3}, abort={5: "5"})
     assert stock.accepted > 20

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +15,12 @@ import torch
 from harness import greedy, prompts
 from harness_v2 import AuditV2, EngineV2
 
-from nwor.errors import SlotError
+from nwor.cli import main
+from nwor.errors import CommitError, NworError, SlotError
 from nwor.manager import Mode
 from nwor.metrics import FallbackReason
+from nwor.store import device_overlay
+from nwor.store.admission import OverlayRefusal
 from nwor.store.device_window import DeviceWindow
 from nwor.store.triton_window import TritonWindow
 from nwor.testing import ForbidSync, InjectedFaultError, fail_at
@@ -58,11 +63,16 @@ def break_off(llm: EngineV2, error: type[BaseException], match: str = "") -> Non
         assert torch.equal(then[1], now[1])
     assert all(map(torch.equal, audit.tables(), audit.expected)), "edits were left in the tables"
     assert llm.overlay.window is None
-    engine.abort_request([str(i) for i in range(len(TEXTS))])
-    llm.runner.execute_model_state = None
-    llm.drain()
+    clear(llm)
     assert llm.overlay.pages.pages_in_use == 0
     llm.overlay.pages.check_integrity()
+
+
+def clear(llm: EngineV2) -> None:
+    """Give up what a failed step has left in the engine."""
+    llm.llm.llm_engine.abort_request([str(i) for i in range(len(TEXTS))])
+    llm.runner.execute_model_state = None
+    llm.drain()
 
 
 @pytest.mark.parametrize("error", [InjectedFaultError, KeyboardInterrupt])
@@ -104,6 +114,24 @@ def test_a_move_that_fails_is_repaired(engine: Get) -> None:
     assert llm.overlay.metrics.fallbacks[FallbackReason.MOVER_FAULT] == faults + 1
 
 
+def test_a_commit_that_fails_for_good(engine: Get) -> None:
+    """The error reaches the user; tables are restored; later requests are written through."""
+    llm = engine(k=4)
+    stock = llm.run(TEXTS, greedy(8), Mode.OFF)
+    with (
+        fail_at((TritonWindow, "move"), call=1),
+        fail_at((device_overlay, "bind_torch"), error=OSError("on purpose")),
+    ):
+        break_off(llm, CommitError, "on purpose")
+    assert llm.overlay.broken
+    staged = llm.run(TEXTS, greedy(8), Mode.STAGE)
+    assert staged.tokens == stock.tokens
+    assert staged.foreign == stock.foreign
+    assert llm.overlay.refused[OverlayRefusal.OVERLAY_BROKEN]
+    llm.overlay.broken = False
+    llm.both(TEXTS, greedy(8))
+
+
 def test_a_step_that_cannot_be_staged_is_written_through(
     engine: Get, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +147,40 @@ def test_a_step_that_cannot_be_staged_is_written_through(
     assert staged.tokens == stock.tokens
     assert staged.foreign == stock.foreign
     assert llm.runner.nwor.fallbacks[FallbackReason.STAGE_REFUSED]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_the_device_finds_wrong_is_counted_and_with_strict_raised(
+    engine: Get, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """A slot mapping that contradicts its table, in one step: that request is left alone."""
+    llm = engine(k=4)
+    begin, calls = llm.overlay.begin, itertools.count(1)
+    refused, before = llm.runner.nwor.refused, llm.runner.nwor.refused()
+
+    def new(before: Counter[str]) -> Counter[str]:
+        return refused() - before
+
+    def corrupted(batch: Any) -> Any:
+        if next(calls) == 2:
+            llm.overlay.groups[0].slots[batch.query_start_loc[batch.table_rows[0]]] += 1
+        return begin(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.overlay, "begin", corrupted)
+        if strict:
+            patch.setattr(llm.runner.nwor, "_strict", True)
+            patch.setattr(llm.runner.nwor, "refused", lambda: new(before))
+            with pytest.raises(NworError, match="mapping_differs"):
+                llm.run(TEXTS, greedy(8), Mode.STAGE)
+            assert next(calls) == 4, "the step after the one that was left alone raises"
+            clear(llm)
+        else:
+            llm.run(TEXTS, greedy(8), Mode.STAGE)
+    llm.drain()
+    llm.counters()
+    assert new(before) == {"mapping_differs": 1}
+    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_no_step_waits_for_the_device(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +202,26 @@ def test_no_step_waits_for_the_device(engine: Get, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(WindowsV2, name, guarded(getattr(WindowsV2, name)))
     llm.both(TEXTS, greedy(8))
     assert next(calls) > 10
+
+
+def test_doctor(
+    engine: Get, models: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`nwor doctor` knows that this process would run the V2 runner."""
+    for method, drafter, code in (("draft_model", "llama-near", 0), ("ngram", None, 1)):
+        speculative = {"method": method, "model": drafter and models(drafter)}
+        arguments = [
+            "doctor",
+            "--model",
+            models("llama"),
+            "--block-size",
+            "32",
+            "--dtype",
+            "float32",
+        ]
+        speculative |= {"num_speculative_tokens": 4, "prompt_lookup_max": 3}
+        assert main([*arguments, "--speculative-config", json.dumps(speculative)]) == code
+        assert "worker.gpu.model_runner.GPUModelRunner.prepare_attn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["tables", "slots", "rows"])

@@ -15,9 +15,9 @@ from typing import Any
 PROVEN_DRAFTERS = ("ngram", "draft_model", "custom_class")
 """V1: they propose after the restore, with tables of their own or none."""
 
-PROVEN_DRAFTERS_V2 = ("draft_model", "eagle")
+PROVEN_DRAFTERS_V2 = ("draft_model", "eagle", "eagle3")
 """V2: a draft model works out its slots from the source tables and reads the restored input tables;
-EAGLE reuses the target's metadata and slot mappings, views of what is restored."""
+EAGLE and EAGLE-3 reuse the target's metadata and slot mappings, views of what is restored."""
 
 PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 """Cache kinds with one K and V row per token and a slot mapping."""

@@ -22,6 +22,7 @@ from common import write_json
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
     "tests": 150,
+    "host": 30,
     "windows": 60,
     "commit": 60,
     "graph": 40,

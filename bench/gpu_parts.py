@@ -1,6 +1,6 @@
 """Parts of bench/gpu_check.py that measure: one per process.
 
-python bench/gpu_parts.py {windows,commit,graph,vllm} --out OUT [--model PATH] [--dry-run]
+python bench/gpu_parts.py {host,windows,commit,graph,vllm} --out OUT [--model PATH] [--dry-run]
 """
 
 from __future__ import annotations
@@ -147,6 +147,39 @@ def windows(sizes: Sizes) -> dict[str, object]:
         "metrics": step.overlay.metrics.snapshot(),
     }
     return found
+
+
+class NoKernel:
+    """Stands where a kernel does; a launch is a call that does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return what takes the kernel's arguments."""
+        return lambda *_args, **_constants: None
+
+
+def host(sizes: Sizes) -> dict[str, object]:
+    """Host time of begin and commit without the launches: who is staged, the upload, checks."""
+    from nwor.store import triton_rows, triton_window  # noqa: PLC0415 - imports triton
+
+    for module, names in (
+        (triton_window, ("begin_kernel", "fill_kernel", "close_kernel")),
+        (triton_rows, ("move_rows_kernel",)),
+    ):
+        for name in names:
+            setattr(module, name, NoKernel())
+    torch.set_num_threads(1)
+    found = {}
+    for requests in (1, 32, 256):
+        step = Step(Sizes(**{**vars_of(sizes), "requests": requests, "layers": 1}))
+        times = []
+        for turn in range(220):
+            started = time.perf_counter()
+            step.window()
+            seconds = time.perf_counter() - started
+            if turn >= 20:
+                times.append(seconds)
+        found[requests] = summary(times)
+    return {"window_us_without_launches": found}
 
 
 def _kernels(work: Callable[[], object]) -> dict[str, int]:
@@ -333,7 +366,7 @@ def run_engine(model: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("part", choices=["windows", "commit", "graph", "vllm", "engine"])
+    parser.add_argument("part", choices=["host", "windows", "commit", "graph", "vllm", "engine"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model")
     parser.add_argument("--dry-run", action="store_true")
@@ -343,6 +376,7 @@ def main() -> None:
         run_engine(args.model)
         return
     parts: dict[str, Callable[[], dict[str, object]]] = {
+        "host": lambda: host(sizes),
         "windows": lambda: windows(sizes),
         "commit": lambda: commit(sizes),
         "graph": lambda: graph(sizes),

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from nwor.audit import AuditLevel, Findings, Kind, Violation
+from nwor.audit.verdicts import Report, verdicts
 from nwor.cli import audit, main
-from nwor.vllm.audit_run import Report, VllmAudit, verdicts
+from nwor.engine.audit_run import EngineAudit
+from nwor.vllm.audit_run import VllmAudit
 
 
 def findings(**counts: int) -> Findings:
@@ -75,10 +77,58 @@ def test_bad_input(options: list[str], word: str, capsys: pytest.CaptureFixture[
     assert word in capsys.readouterr().err
 
 
-def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["audit", "--model", "anything"]) == 2
-    assert "nwor[vllm]" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("installed", "options", "words"),
+    [
+        ((), [], "nwor[vllm]"),
+        ((), ["--engine", "transformers"], "nwor[engine]"),
+        (("transformers",), ["--engine", "vllm"], "nwor[vllm]"),
+        (("vllm",), ["--engine", "sglang"], "unknown engine 'sglang'; known: vllm, transformers"),
+    ],
+)
+def test_engines_that_are_not_there(
+    installed: tuple[str, ...],
+    options: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    assert main(["audit", "--model", "anything", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [(("transformers",), EngineAudit), (("vllm", "transformers"), VllmAudit)],
+)
+def test_the_default_engine(
+    installed: tuple[str, ...], chosen: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    started = []
+    for engine in (EngineAudit, VllmAudit):
+        monkeypatch.setattr(engine, "__init__", lambda self, *_, **__: started.append(type(self)))
+        monkeypatch.setattr(engine, "run", lambda *_, **__: Report("code", busy()))
+    assert main(["audit", "--model", "anything", "--workload", "code"]) == audit.INCOMPLETE
+    assert started == [chosen]
+
+
+def test_an_invariant_that_does_not_apply_does_not_count() -> None:
+    alone = findings(steps=9, rows_checked=100, drafts=20, rejected=5, final_rows=7, final_equal=7)
+    report = Report("code", alone, control=busy(), same_tokens=True)
+    judged = verdicts([report], AuditLevel.BYTES, shares=False)
+    assert [(v.invariant, v.held) for v in judged if not v.applies] == [("I3", None)]
+    assert all(v.held for v in judged if v.applies)
+    assert "7 final rows" in next(v.text for v in judged if v.invariant == "I2")
+
+
+def test_the_table_fits_a_terminal() -> None:
+    broken = busy()
+    broken.add(Violation(Kind.FINAL_DIFFERS, 123456, "3-aa17691f", 11, 17, 100000, 9999999), 4)
+    reports = [Report("repetitive", broken, control=busy(), same_tokens=True)]
+    shown = audit.table(reports, verdicts(reports, AuditLevel.BYTES), EngineAudit.control)
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from nwor.store import device_overlay
 from nwor.store.device_overlay import DeviceBatch, DeviceFault, DeviceGroup, DeviceOverlay
 from nwor.store.device_transfer import RING, UploadRing
 from nwor.store.overlay import OverlayRefusal
+from nwor.testing import Snapshot, fail_at, same_bits
 from nwor.testing import everything as everything_of
-from nwor.testing import fail_at
 
 
 def engine(*specs: Spec, drafts: dict[str, int] | None = None, **options) -> Twins:
@@ -86,7 +86,7 @@ class TestFaults:
     def test_one_request_is_wrong_in_one_group(self, fault: str) -> None:
         twins = engine()
         batch = self.wrong(twins, DeviceFault(fault))
-        before = everything(twins)
+        before, stores = everything(twins), [Snapshot.of(rows) for rows in twins.copies]
         window = twins.device.begin(batch)
         opened = everything(twins)
         for group in range(2):
@@ -97,6 +97,10 @@ class TestFaults:
         window.commit(rejecting(twins, 0, 1))
         after = everything(twins)
         assert same(before[:4], after[:4])
+        assert not same(before[4:], after[4:])  # the other request's rows
+        for pages, rows, then in zip(twins.requests["a"].pages, twins.copies, stores, strict=True):
+            assert same_bits(rows.key[:, pages], then.key[:, pages])
+            assert same_bits(rows.value[:, pages], then.value[:, pages])
         twins.device.collect(wait=True)
         assert twins.device.faults == {DeviceFault(fault): 1}
         metrics = twins.device.metrics
@@ -360,6 +364,51 @@ def test_an_upload_under_way_is_not_overwritten() -> None:
         assert (target == number).all()
     assert len({source.ctypes.data for source in sources}) == RING
     assert all(sources[at] is sources[at + RING] for at in range(RING))
+
+
+class SlowEvent:
+    """A CUDA event that has not happened until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.recorded, self.happened, self.waits = False, True, 0
+
+    def record(self) -> None:
+        self.recorded, self.happened = True, False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.happened = True
+
+
+def test_a_fifth_upload_waits_for_the_first() -> None:
+    ring = UploadRing(torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    ring._cuda, ring._read = True, [SlowEvent() for _ in range(RING)]
+    for _ in range(RING):
+        ring.open()
+        ring.send()
+    assert ring.waits == 0
+    ring.open()
+    assert ring.waits == 1
+    assert [event.waits for event in ring._read] == [1, 0, 0, 0]
+
+
+def test_counters_that_have_not_arrived_are_not_waited_for() -> None:
+    twins = engine()
+    event = twins.device._counters._readback._arrived = SlowEvent()
+    twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
+    for _ in range(2):
+        twins.device.collect()
+        assert (event.waits, twins.device.metrics.windows) == (0, 0)
+    event.happened = True
+    twins.device.collect()
+    assert (event.waits, twins.device.metrics.windows) == (0, 1)
+    twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
+    twins.device.collect(wait=True)
+    assert event.waits == 1
+    assert twins.device.metrics.windows == 2
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="sparse memory of the host")

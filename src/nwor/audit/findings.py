@@ -26,6 +26,7 @@ class Kind(StrEnum):
     LEAK = "staging_page_of_a_gone_request"
     BYTES_FOREIGN = "bytes_of_a_slot_nobody_wrote_changed"
     BYTES_LOST = "bytes_of_an_accepted_row_differ_from_its_staged_row"
+    FINAL_DIFFERS = "durable_row_differs_from_a_run_without_speculation"
 
     @property
     def invariant(self) -> str:
@@ -50,6 +51,7 @@ _INVARIANTS = {
     Kind.LEAK: "I6",
     Kind.BYTES_FOREIGN: "I1",
     Kind.BYTES_LOST: "I2",
+    Kind.FINAL_DIFFERS: "I2",
 }
 
 
@@ -95,6 +97,11 @@ class Findings:
         drafts: drafts verified.
         rejected: rejected drafts seen; without any, a clean result proves nothing.
         adopted: rows of cached prefixes taken over by other requests.
+        final_rows: rows of ended requests compared with a run without speculation.
+        final_equal: how many of them were equal bit for bit, in all layers.
+        final_error: largest norm of a difference, in norms of the row.
+        final_abs: largest difference of an element.
+        final_limit: the error that was allowed.
     """
 
     def __init__(self) -> None:
@@ -106,6 +113,11 @@ class Findings:
         self.drafts = 0
         self.rejected = 0
         self.adopted = 0
+        self.final_rows = 0
+        self.final_equal = 0
+        self.final_error = 0.0
+        self.final_abs = 0.0
+        self.final_limit = 0.0
 
     def add(self, violation: Violation, count: int = 1) -> bool:
         """Count; say whether it is the first of its kind."""

@@ -1,6 +1,7 @@
 """`nwor audit`: prove or refute the invariants on a running engine.
 
-    nwor audit --model PATH [--level bytes] [--control] [--workload NAME ...] [--json OUT]
+    nwor audit [--engine vllm|transformers] --model PATH [--level bytes] [--control]
+               [--workload NAME ...] [--json OUT]
 
 Exit code 0: every invariant that applies was put to the test and held. 1: one was broken. 3: none
 was broken, but not all were put to the test; the table says what is missing.
@@ -12,19 +13,26 @@ import argparse
 import importlib.util
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nwor.audit import AuditLevel, Kind
+from nwor.audit.verdicts import Report, Verdict, report_dict, verdict_dict, verdicts
+from nwor.audit.workloads import PAGE, WORKLOADS
 from nwor.errors import InputError
-from nwor.vllm.audit_run import PAGE, WORKLOADS, Report, Verdict, VllmAudit, as_dict, verdicts
 
 BROKEN, INCOMPLETE = 1, 3
+WIDTH = 80
+ENGINES = {"vllm": ("vllm", "vllm"), "transformers": ("transformers", "engine")}
+"""By name: the module it needs, the extra that installs it. The first one installed is the default."""
+
 _EXAMPLES = """examples:
   nwor audit --model ./gemma-3-270m --control
   nwor audit --model ./gemma-3-270m --level bytes --control --json audit.json
+  nwor audit --engine transformers --model ./gemma-3-270m --level bytes
   nwor audit --model ./gemma-3-270m --workload stops aborts --num-draft-tokens 8
 
 exit codes:
@@ -44,9 +52,15 @@ def add(commands: Any) -> None:  # noqa: ANN401 - argparse does not name its typ
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--engine", choices=["vllm"], default="vllm", help="default: %(default)s")
+    parser.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="vllm, or transformers: the embedded engine (default: vllm if it is installed)",
+    )
     parser.add_argument("--model", required=True, help="folder or id of a model")
-    parser.add_argument("--dtype", default="auto", help="as in vLLM (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="auto", help="as the engine takes it (default: %(default)s)"
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K")
     parser.add_argument(
         "--workload",
@@ -61,7 +75,7 @@ def add(commands: Any) -> None:  # noqa: ANN401 - argparse does not name its typ
         default="metadata",
         help="bytes also compares all durable pages in every step (default: %(default)s)",
     )
-    parser.add_argument("--control", action="store_true", help="run the stock engine too")
+    parser.add_argument("--control", action="store_true", help="run without nwor too")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the findings here")
     parser.set_defaults(run=run)
 
@@ -70,68 +84,119 @@ def run(args: argparse.Namespace) -> int:
     """Run the audit.
 
     Raises:
-        InputError: an unknown workload, no vLLM, or an engine that nwor does not serve.
+        InputError: an unknown workload, or an engine that is unknown, not installed or not served.
     """
     unknown = set(args.workload) - set(WORKLOADS)
     if unknown:
         raise InputError(f"unknown workload {sorted(unknown)}; known: {', '.join(WORKLOADS)}")
     if not 1 <= args.num_draft_tokens < PAGE:
         raise InputError(f"--num-draft-tokens is {args.num_draft_tokens}, allowed: 1 to {PAGE - 1}")
-    if importlib.util.find_spec("vllm") is None:
-        raise InputError("vLLM is not installed here: pip install 'nwor[vllm]'")
+    engine = _engine(args.engine)
     level = AuditLevel(args.level)
-    reports = list(_reports(args, level))
-    judged = verdicts(reports, level)
-    sys.stdout.write(table(reports, judged))
+    audit = _start(engine, args, level)
+    reports = list(_reports(audit, args))
+    judged = verdicts(reports, level, shares=audit.shares)
+    sys.stdout.write(table(reports, judged, audit.control))
     if args.json is not None:
         found = {
-            "engine": args.engine,
+            "engine": engine,
             "model": Path(args.model).name,
             "level": args.level,
-            "verdicts": [
-                {"invariant": v.invariant, "held": v.held, "text": v.text} for v in judged
-            ],
-            "workloads": [as_dict(report) for report in reports],
+            "control": audit.control if args.control else None,
+            "verdicts": [verdict_dict(verdict) for verdict in judged],
+            "workloads": [report_dict(report) for report in reports],
         }
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     if any(verdict.held is False for verdict in judged):
         return BROKEN
-    return 0 if all(verdict.held for verdict in judged) else INCOMPLETE
+    return 0 if all(verdict.held for verdict in judged if verdict.applies) else INCOMPLETE
 
 
-def _reports(args: argparse.Namespace, level: AuditLevel) -> Iterator[Report]:
+class Audit(Protocol):
+    """An engine under audit.
+
+    Attributes:
+        control: what the control group is.
+        shares: the engine shares or exports pages.
+    """
+
+    control: str
+    shares: bool
+
+    def run(self, name: str, *, control: bool) -> Report:
+        """Run one workload."""
+
+
+def _engine(name: str | None) -> str:
+    """Return the engine that was asked for, or the first one that is installed."""
+    installed = [each for each, (module, _) in ENGINES.items() if importlib.util.find_spec(module)]
+    if name is None:
+        name = installed[0] if installed else next(iter(ENGINES))
+    if name not in ENGINES:
+        raise InputError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
+    if name not in installed:
+        raise InputError(f"{name} is not installed here: pip install 'nwor[{ENGINES[name][1]}]'")
+    return name
+
+
+def _start(engine: str, args: argparse.Namespace, level: AuditLevel) -> Audit:
+    _say(f"starting the engine ({engine})")
+    if engine == "vllm":
+        from nwor.vllm.audit_run import VllmAudit  # noqa: PLC0415 - only where it is installed
+
+        return VllmAudit(args.model, level=level, k=args.num_draft_tokens, dtype=args.dtype)
+    from nwor.engine.audit_run import EngineAudit  # noqa: PLC0415 - as above
+
+    return EngineAudit(args.model, level=level, k=args.num_draft_tokens, dtype=args.dtype)
+
+
+def _reports(audit: Audit, args: argparse.Namespace) -> Iterator[Report]:
     """Run the workloads, saying on stderr how far it is."""
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        sys.stderr.write(f"nwor audit: {time.monotonic() - began:4.0f} s  {text}\n")
-
-    say("starting the engine")
-    audit = VllmAudit(args.model, level=level, k=args.num_draft_tokens, dtype=args.dtype)
     for number, name in enumerate(args.workload, 1):
-        say(f"workload {number} of {len(args.workload)}: {name}")
+        _say(f"workload {number} of {len(args.workload)}: {name}")
         yield audit.run(name, control=args.control)
-    say("done")
+    _say("done")
 
 
-def table(reports: list[Report], judged: list[Verdict]) -> str:
-    """Lay out what was run and what follows from it."""
-    lines = [
-        "",
-        "workload     steps  drafts  rejected  rows checked  violations  stock leaves behind",
-    ]
+_BEGAN = time.monotonic()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"nwor audit: {time.monotonic() - _BEGAN:4.0f} s  {text}\n")
+
+
+def table(reports: Sequence[Report], judged: Sequence[Verdict], control: str) -> str:
+    """Lay out what was run and what follows from it, in 80 columns."""
+    lines = ["", "workload      steps  drafts  rejected  rows checked  violations  left behind"]
     for report in reports:
-        found, control = report.findings, report.control
-        behind = "not run"
-        if control is not None:
-            rows = control.counts[Kind.REJECTED_IN_DURABLE]
-            per = 1000 * rows / max(control.tokens, 1)
-            behind = f"{rows} rejected rows, {per:.0f} per 1,000 tokens"
+        found = report.findings
+        behind = "-" if report.control is None else str(_behind([report])[0])
         lines.append(
-            f"{report.workload:11s}  {found.steps:5d}  {found.drafts:6d}  {found.rejected:8d}  "
-            f"{found.rows_checked:12d}  {sum(found.counts.values()):10d}  {behind}"
+            f"{report.workload:12s}  {found.steps:5d}  {found.drafts:6d}  {found.rejected:8d}  "
+            f"{found.rows_checked:12d}  {sum(found.counts.values()):10d}  {behind:>11s}"
         )
     lines.append("")
+    if any(report.control for report in reports):
+        rows, per = _behind(reports)
+        text = (
+            f"left behind: {rows} rejected rows in durable pages ({per:.0f} per 1,000 tokens) by "
+        )
+        lines += [*_wrapped(text + control, ""), ""]
     words = {True: "held", False: "BROKEN", None: "not tested"}
-    lines += [f"{v.invariant}  {words[v.held]:10s}  {v.text}" for v in judged]
+    for verdict in judged:
+        word = words[verdict.held] if verdict.applies else "-"
+        lines += _wrapped(f"{verdict.invariant}  {word:10s}  {verdict.text}", " " * 16)
     return "\n".join([*lines, "", ""])
+
+
+def _behind(reports: Sequence[Report]) -> tuple[int, float]:
+    """Return the rejected rows that the control left in durable pages, also per 1,000 tokens."""
+    controls = [report.control for report in reports if report.control is not None]
+    rows = sum(control.counts[Kind.REJECTED_IN_DURABLE] for control in controls)
+    return rows, 1000 * rows / max(sum(control.tokens for control in controls), 1)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, drop_whitespace=True
+    )

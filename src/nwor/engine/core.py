@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from nwor.cache import TransactionalCache
@@ -219,7 +220,7 @@ class Engine:
             sink = WriteThrough(self.store, segments, self.stats.prefill)
             # A forward without any wanted logits still has to return some: the last row's.
             keep = [ends[i] for i in done] or [ends[-1]]
-            logits = self.runner.forward(self.store, tokens, segments, sink, keep)
+            logits = self._forward(owners, tokens, segments, sink, keep)
             for request, segment in zip(owners, segments, strict=True):
                 request.durable += segment.length
             first = first_tokens(logits, [owners[i] for i in done]) if done else []
@@ -258,7 +259,7 @@ class Engine:
         tokens = [t for r, d in zip(active, drafts, strict=True) for t in (int(r.tokens[-1]), *d)]
 
         def step(sink: Sink) -> tuple[list[Verdict], list[Cut]]:
-            logits = self.runner.forward(self.store, tokens, segments, sink)
+            logits = self._forward(active, tokens, segments, sink)
             verdicts = verify(logits, active, proposal)
             cuts = [
                 stopper.cut(r, [*d[: v.accepted], v.token])
@@ -293,6 +294,17 @@ class Engine:
             limits=limits,
             vocab_size=self.runner.vocab_size,
         )
+
+    def _forward(
+        self,
+        requests: Sequence[Request],  # noqa: ARG002 - an audit wants to know whose rows they are
+        tokens: Sequence[int],
+        segments: Sequence[Segment],
+        sink: Sink,
+        keep: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Run the rows of a step; windows want all logits, prompts those that they `keep`."""
+        return self.runner.forward(self.store, tokens, segments, sink, keep)
 
     def _transact(
         self,

@@ -1,0 +1,68 @@
+"""Workloads that bring out every kind of fault, for any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PAGE = 128
+"""Page size of the audited vLLM engine."""
+MAX_LENGTH = 1024
+"""Longest sequence of an audited engine, in tokens."""
+MAX_BATCH = 4
+"""Requests that an audited engine runs at a time."""
+
+CODE = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
+)
+LIST = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,"
+FACTS = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
+ROWS = '{"name": "Ann", "age": 31}\n{"name": "Bob", "age": 42}\n{"name":'
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: a text cut or filled to `length` tokens (0: as it is), and how it goes.
+
+    Attributes:
+        arrive: step before which it arrives.
+        abort: step before which it is aborted, 0 for never.
+        stop: stop at the n-th token of its undisturbed answer, 0 for not at all.
+    """
+
+    text: str
+    tokens: int = 32
+    length: int = 0
+    arrive: int = 0
+    abort: int = 0
+    stop: int = 0
+
+
+WORKLOADS: dict[str, tuple[Job, ...]] = {
+    "repetitive": tuple(Job(text) for text in (LIST, FACTS, ROWS, LIST[:30])),
+    "code": (Job(CODE, 48), Job(CODE * 2, 48)),
+    "ragged": tuple(
+        Job(text, 8 + 9 * i, arrive=3 * i) for i, text in enumerate((CODE, LIST, FACTS, ROWS))
+    ),
+    "long": (Job(FACTS, 24, 900), Job(CODE, 24, 640)),
+    "edges": tuple(Job(LIST, 24, PAGE + shift) for shift in (-5, -4, -1, 0)),
+    "stops": (Job(LIST, 40, stop=17), Job(CODE, 11), Job(FACTS, 40, stop=9)),
+    "aborts": (Job(LIST, 40, abort=6), Job(CODE, 40, abort=9), Job(FACTS, 40)),
+    "prefixes": tuple(Job(FACTS, 24, 2 * PAGE + 9 * i, arrive=2 * i) for i in range(3)),
+}
+"""By name. Prompts of one text and different lengths share a prefix."""
+
+
+def prompt_ids(job: Job, tokenizer: Any) -> list[int]:  # noqa: ANN401 - a transformers tokenizer
+    """Return a job's prompt: a first token if the model has one, then its text, cut or filled."""
+    tokens: list[int] = tokenizer.encode(job.text, add_special_tokens=False)
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    if job.length:
+        tokens = (tokens * (job.length // len(tokens) + 1))[: job.length - len(first)]
+    return first + tokens
+
+
+def undisturbed(jobs: Sequence[Job]) -> list[Job]:
+    """Return the same prompts, none of them stopped, aborted or late."""
+    return [Job(job.text, job.tokens, job.length) for job in jobs]

@@ -1,0 +1,173 @@
+"""The audit's workloads on the embedded engine."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nwor.audit import AuditLevel, Findings
+from nwor.audit.adversary import draft
+from nwor.audit.verdicts import Report
+from nwor.audit.workloads import (
+    MAX_BATCH,
+    MAX_LENGTH,
+    WORKLOADS,
+    Job,
+    prompt_ids,
+    undisturbed,
+)
+from nwor.engine.audited import AuditedEngine, logger
+from nwor.engine.core import TokenRun
+from nwor.engine.drafters import Drafter, EngineSizes, Proposal
+from nwor.engine.loading import load
+from nwor.engine.options import Options
+from nwor.engine.request import FinishReason, Request
+from nwor.engine.stopping import Cut, Stopper
+from nwor.errors import InputError
+from nwor.manager import Mode
+
+
+class Adversary(Drafter):
+    """Right often enough to be accepted, wrong often enough to be rejected; sometimes silent."""
+
+    def bind(self, sizes: EngineSizes) -> None:
+        """Learn the vocabulary."""
+        self._vocabulary = sizes.vocab_size
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+        """Draft from each request's own tokens."""
+        return Proposal(
+            [
+                draft(request.tokens.tolist(), limit, self._vocabulary)
+                for request, limit in zip(requests, limits, strict=True)
+            ]
+        )
+
+
+class _Stops(Stopper):
+    """Each request has a stop token of its own."""
+
+    def __init__(self, stops: Sequence[int | None]) -> None:
+        self._each = [
+            Stopper(Options(stop_token_ids=frozenset(() if s is None else (s,))), None)
+            for s in stops
+        ]
+
+    def cut(self, request: Request, run: Sequence[int]) -> Cut:
+        """See `Stopper.cut`."""
+        return self._each[request.index].cut(request, run)
+
+
+class JobEngine(AuditedEngine):
+    """An audited engine whose requests arrive, stop and are aborted as jobs say."""
+
+    jobs: Sequence[Job] = ()
+    _clock = 0
+
+    def start(
+        self, jobs: Sequence[Job], prompts: Sequence[list[int]], k: int
+    ) -> Iterator[TokenRun]:
+        """Run jobs; see `stops` for where they end."""
+        self.jobs, self._clock = jobs, 0
+        options = Options(max_new_tokens=max(job.tokens for job in jobs), num_draft_tokens=k)
+        requests = self._requests(prompts, options)
+        for request, job in zip(requests, jobs, strict=True):
+            request.limit = request.prompt_length + job.tokens
+        return self._run(requests, options, _Stops(self.stops))
+
+    stops: Sequence[int | None] = ()
+
+    def _admit(self, waiting: deque[Request]) -> list[Request]:
+        due: deque[Request] = deque()
+        while waiting and self.jobs[waiting[0].index].arrive <= self._clock:
+            due.append(waiting.popleft())
+        admitted = super()._admit(due)
+        waiting.extendleft(reversed(due))
+        self._clock += 1
+        return admitted
+
+    def _retire(self, active: Sequence[Request]) -> list[Request]:
+        for request in active:
+            abort = self.jobs[request.index].abort
+            if request.finish is None and 0 < abort <= self._clock:
+                request.finish = FinishReason.INTERRUPTED
+        return super()._retire(active)
+
+
+class EngineAudit:
+    """The embedded engine, staged and audited.
+
+    Attributes:
+        control: what the control group is.
+        shares: pages never leave their requests.
+
+    Raises:
+        InputError: no such model, or one that the engine does not run; see `nwor.engine.load`.
+    """
+
+    control = "the same engine with mode immediate: drafts are written through, as stock caches do"
+    shares = False
+
+    def __init__(self, model: str, *, level: AuditLevel, k: int, dtype: str = "auto") -> None:
+        self._loaded = load(model, dtype)
+        if self._loaded.tokenizer is None:
+            raise InputError(f"{model!r} has no tokenizer: the workloads are texts")
+        self._level, self._k = level, k
+
+    def run(self, name: str, *, control: bool) -> Report:
+        """Run one workload, staged and (with `control`) written through."""
+        jobs = WORKLOADS[name]
+        stops = self._stops(jobs)
+        tokens, findings = self._once(Mode.STAGE, jobs, stops, self._level)
+        report = Report(name, findings, tokens=tokens)
+        if control:
+            other, report.control = self._written_through(jobs, stops)
+            report.same_tokens = other == tokens
+        return report
+
+    def _stops(self, jobs: Sequence[Job]) -> list[int | None]:
+        """Find the tokens to stop at in undisturbed answers."""
+        stops: list[int | None] = [None] * len(jobs)
+        if any(job.stop for job in jobs):
+            answers, _ = self._written_through(undisturbed(jobs), stops)
+            for i, job in enumerate(jobs):
+                stops[i] = answers[str(i)][job.stop] if job.stop else None
+        return stops
+
+    def _written_through(
+        self, jobs: Sequence[Job], stops: Sequence[int | None]
+    ) -> tuple[dict[str, list[int]], Findings]:
+        before = logger.level
+        logger.setLevel(logging.CRITICAL)  # what it leaves behind is no news, and is counted
+        try:
+            return self._once(Mode.IMMEDIATE, jobs, stops)
+        finally:
+            logger.setLevel(before)
+
+    def _once(
+        self,
+        mode: Mode,
+        jobs: Sequence[Job],
+        stops: Sequence[int | None],
+        level: AuditLevel = AuditLevel.METADATA,
+    ) -> tuple[dict[str, list[int]], Findings]:
+        tokenizer: Any = self._loaded.tokenizer
+        prompts = [prompt_ids(job, tokenizer) for job in jobs]
+        answers: dict[str, list[int]] = {str(i): [] for i in range(len(jobs))}
+        with JobEngine(
+            self._loaded.model,
+            level=level,
+            drafter=Adversary(),
+            mode=mode.value,
+            max_batch=MAX_BATCH,
+            max_length=MAX_LENGTH,
+            max_draft=self._k,
+        ) as engine:
+            engine.stops = stops
+            for run in engine.start(jobs, prompts, self._k):
+                answers[str(run.request.index)] += run.tokens
+            if engine.final is not None:
+                engine.final.check(engine.runner, engine.books.shadow, engine.prefill_chunk)
+            return answers, engine.findings

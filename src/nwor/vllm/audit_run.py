@@ -17,7 +17,6 @@ from nwor.audit.workloads import (
     MAX_BATCH,
     MAX_LENGTH,
     PAGE,
-    WORKLOADS,
     Job,
     prompt_ids,
     undisturbed,
@@ -28,6 +27,24 @@ from nwor.vllm.adversary import Adversary
 from nwor.vllm.audit import RunnerAudit, audit_of
 
 logger = logging.getLogger("vllm.nwor")
+
+
+def _speculation(drafter: str) -> dict[str, Any]:
+    """Return vLLM's speculative config for a drafter.
+
+    Raises:
+        InputError: no such drafter.
+    """
+    if drafter == "adversary":
+        return {"method": "custom_class", "model": "nwor.vllm.adversary.Adversary"}
+    if drafter == "prompt-lookup":
+        return {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    kind, _, path = drafter.partition(":")
+    if kind != "model" or not path:
+        raise InputError(
+            f"unknown drafter {drafter!r}; known: adversary, prompt-lookup, model:PATH_OR_ID"
+        )
+    return {"method": "draft_model", "model": path}
 
 
 class VllmAudit:
@@ -44,7 +61,17 @@ class VllmAudit:
     control = "stock vLLM with the same drafter"
     shares = True
 
-    def __init__(self, model: str, *, level: AuditLevel, k: int, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        level: AuditLevel,
+        k: int,
+        dtype: str = "auto",
+        drafter: str = "adversary",
+    ) -> None:
+        speculation = {**_speculation(drafter), "num_speculative_tokens": k}
+        self._can_be_silent = drafter == "adversary"
         os.environ.update(
             NWOR_MODE="stage", NWOR_AUDIT=level.value, VLLM_ENABLE_V1_MULTIPROCESSING="0"
         )
@@ -67,11 +94,7 @@ class VllmAudit:
                 enforce_eager=True,
                 disable_log_stats=False,
                 seed=0,
-                speculative_config={
-                    "method": "custom_class",
-                    "model": "nwor.vllm.adversary.Adversary",
-                    "num_speculative_tokens": k,
-                },
+                speculative_config=speculation,
             )
         except (OSError, ValueError) as error:  # what vLLM raises where there is no such model
             raise InputError(
@@ -88,15 +111,15 @@ class VllmAudit:
             raise InputError(f"nwor does not serve this engine: {'; '.join(map(str, refusals))}")
         self._audit: RunnerAudit = audit
 
-    def run(self, name: str, *, control: bool) -> Report:
+    def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) stock."""
-        stops = self._stops(WORKLOADS[name])
-        tokens, findings = self._once(Mode.STAGE, WORKLOADS[name], stops)
-        if self._level is AuditLevel.BYTES:
-            self._compare_final(WORKLOADS[name], findings)
+        stops = self._stops(jobs)
+        tokens, findings = self._once(Mode.STAGE, jobs, stops)
+        if self._level is AuditLevel.BYTES and self._can_be_silent:
+            self._compare_final(jobs, findings)
         report = Report(name, findings, tokens=tokens)
         if control:
-            stock, report.control = self._stock(WORKLOADS[name], stops)
+            stock, report.control = self._stock(jobs, stops)
             report.same_tokens = stock == tokens
         return report
 

@@ -12,7 +12,6 @@ from nwor.audit.adversary import draft
 from nwor.audit.verdicts import Report
 from nwor.audit.workloads import (
     MAX_BATCH,
-    MAX_LENGTH,
     Job,
     prompt_ids,
     undisturbed,
@@ -129,6 +128,10 @@ class EngineAudit:
     def _new_drafter(self) -> Drafter:
         if self._drafter == "adversary":
             return Adversary()
+        if self._drafter != "prompt-lookup" and not self._drafter.startswith("model:"):
+            raise InputError(
+                f"unknown drafter {self._drafter!r}; known: adversary, prompt-lookup, model:PATH_OR_ID"
+            )
         return make_drafter(self._drafter, self._loaded, self._dtype)
 
     def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
@@ -176,7 +179,7 @@ class EngineAudit:
             drafter=self._new_drafter(),
             mode=mode.value,
             max_batch=MAX_BATCH,
-            max_length=MAX_LENGTH,
+            max_length=max(len(p) + j.tokens for p, j in zip(prompts, jobs, strict=True)),
             max_draft=self._k,
         ) as engine:
             engine.stops = stops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nwor.store import triton_rows, triton_window
+from nwor.store.device_transfer import UploadRing
 
 READS = (
     "item",
@@ -102,3 +104,48 @@ def host_work() -> Iterator[HostWork]:
             patch.setattr(owner, name, work.forbid(name, getattr(owner, name)))
         with work:
             yield work
+
+
+class LateDevice:
+    """A device that runs behind the host: launches and uploads wait in a queue.
+
+    An upload reads its host buffer when its turn comes, as a copy from pinned memory does.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], object]] = deque()
+
+    def do(self, work: Callable[..., object], *args: object) -> None:
+        """Put work in the queue."""
+        self.queue.append(lambda: work(*args))
+
+    def catch_up(self, left: int = 0) -> None:
+        """Run what is in the queue, but for the last `left`."""
+        while len(self.queue) > left:
+            self.queue.popleft()()
+
+    def launcher(self, kernel: Any) -> Any:
+        late = self
+
+        class Launcher:
+            def __getitem__(self, grid):
+                return lambda *args, **constants: late.queue.append(
+                    lambda: kernel[grid](*args, **constants)
+                )
+
+        return Launcher()
+
+    def send(self, ring: UploadRing) -> None:
+        self.do(ring._target.copy_, ring._sources[ring._next])
+        ring._next = (ring._next + 1) % len(ring._sources)
+
+
+@contextmanager
+def late_device() -> Iterator[LateDevice]:
+    """Let launches and uploads wait until the test lets the device catch up."""
+    late = LateDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in KERNELS:
+            patch.setattr(module, name, late.launcher(getattr(module, name)))
+        patch.setattr(UploadRing, "send", lambda ring: late.send(ring))  # noqa: PLW0108 - it binds
+        yield late

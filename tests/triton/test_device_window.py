@@ -366,6 +366,51 @@ def test_an_upload_under_way_is_not_overwritten() -> None:
     assert all(sources[at] is sources[at + RING] for at in range(RING))
 
 
+class SlowEvent:
+    """A CUDA event that has not happened until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.recorded, self.happened, self.waits = False, True, 0
+
+    def record(self) -> None:
+        self.recorded, self.happened = True, False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.happened = True
+
+
+def test_a_fifth_upload_waits_for_the_first() -> None:
+    ring = UploadRing(torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    ring._cuda, ring._read = True, [SlowEvent() for _ in range(RING)]
+    for _ in range(RING):
+        ring.open()
+        ring.send()
+    assert ring.waits == 0
+    ring.open()
+    assert ring.waits == 1
+    assert [event.waits for event in ring._read] == [1, 0, 0, 0]
+
+
+def test_counters_that_have_not_arrived_are_not_waited_for() -> None:
+    twins = engine()
+    event = twins.device._counters._readback._arrived = SlowEvent()
+    twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
+    for _ in range(2):
+        twins.device.collect()
+        assert (event.waits, twins.device.metrics.windows) == (0, 0)
+    event.happened = True
+    twins.device.collect()
+    assert (event.waits, twins.device.metrics.windows) == (0, 1)
+    twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
+    twins.device.collect(wait=True)
+    assert event.waits == 1
+    assert twins.device.metrics.windows == 2
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="sparse memory of the host")
 def test_far_tables_slots_and_rows() -> None:
     """Byte offsets beyond 2**32 in a table, a slot mapping and a store; slots beyond 2**31."""

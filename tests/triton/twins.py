@@ -209,8 +209,12 @@ class Twins:
                 for token in range(self.first[name], self.first[name] + self.counts[name]):
                     page, row = divmod(int(positions[token]), spec.page_size)
                     slots[token] = pages[page] * spec.page_size + row
-            self.their_tables[group].copy_(table)
-            self.their_slots[group].copy_(slots)
+            self.publish(self.their_tables[group], table)
+            self.publish(self.their_slots[group], slots)
+
+    def publish(self, theirs: torch.Tensor, ours: torch.Tensor) -> None:
+        """What the engine's own kernels write before a window begins."""
+        theirs.copy_(ours)
 
     def begin(self, drafts: Mapping[str, int], newcomers: Sequence[str] = ()) -> None:
         """Open both windows; `drafts` are those of each verifying request."""

@@ -6,6 +6,13 @@
     forward, _sample, nwor's commit     (copies are seen as they happen)
     _update_states_after_model_execute  what is durable now, and whether it should be
 
+Another runner can be watched by telling `ShadowMap` the same things, whatever its buffers are called:
+requests that finished or were preempted, before their pages are given away (`freed`); for each batch
+row the request, its computed length (exact, not an optimistic bound), its scheduled rows and drafts,
+the block tables and slot mappings as kernels will read them (`forward`); that sampling is done
+(`sampled`); copies between staging and durable pages (`moved`); and the rows that each request keeps
+(`end_step`). All of them on the host: a runner whose counts stay on the device has to wait for them.
+
 The hooks sit on other symbols than nwor's own and stay when nwor's go, so the same audit watches an
 engine in every mode. Tables, slot mappings and acceptance come from vLLM's buffers, copies from the
 overlay as it makes them; of the overlay's own bookkeeping only the leases are read, to find leaks.

@@ -293,7 +293,9 @@ def graph(sizes: Sizes) -> dict[str, object]:
         expected[:, home // sizes.page_size, home % sizes.page_size] = data[0]
         step.next(kept)
     durable = step.overlay.pages.first_page
-    same = bool((step.rows.key[:, :durable] == expected[:, :durable]).all())
+    expected = expected[:, :durable]
+    same = torch.equal(step.rows.key[:, :durable], expected)
+    same = same and torch.equal(step.rows.value[:, :durable], -expected)
     return {
         "captured": sizes.device == "cuda",
         "windows": sizes.rounds,

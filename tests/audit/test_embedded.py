@@ -99,7 +99,7 @@ def test_the_command_with_files_and_drafters(
     models.tiny("gemma3").save_pretrained(model)
     tokenizer.save_pretrained(model)
     lines = [
-        {"prompt": "abcabcabcabc", "max_tokens": 20, "stop_at": 12},
+        {"prompt": "abc" * 20, "max_tokens": 20, "stop_at": 12},
         {"prompt": "xyxyxyxyxy", "max_tokens": 60, "abort_after": 6},
         {"prompt": "ababcdcdababcdcd", "max_tokens": 70, "arrive": 3},
     ]

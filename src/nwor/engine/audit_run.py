@@ -179,7 +179,7 @@ class EngineAudit:
             drafter=self._new_drafter(),
             mode=mode.value,
             max_batch=MAX_BATCH,
-            max_length=max(len(p) + j.tokens for p, j in zip(prompts, jobs, strict=True)),
+            max_length=max(map(len, prompts)) + max(job.tokens for job in jobs),
             max_draft=self._k,
         ) as engine:
             engine.stops = stops

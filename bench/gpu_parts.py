@@ -109,6 +109,10 @@ def windows(sizes: Sizes) -> dict[str, object]:
     step.overlay.rehearse()
     step.wait()
     found: dict[str, object] = {"compile_s": time.perf_counter() - started}
+    started = time.perf_counter()
+    step.window()  # milliseconds, or the rehearsal has not compiled all there is
+    found["first_window_ms"] = (time.perf_counter() - started) * 1e3
+    step.next(1 + sizes.k - sizes.k // 2)
     kept = 1 + sizes.k - sizes.k // 2
     for _ in range(3):
         step.window()
@@ -289,7 +293,9 @@ def graph(sizes: Sizes) -> dict[str, object]:
         expected[:, home // sizes.page_size, home % sizes.page_size] = data[0]
         step.next(kept)
     durable = step.overlay.pages.first_page
-    same = bool((step.rows.key[:, :durable] == expected[:, :durable]).all())
+    expected = expected[:, :durable]
+    same = torch.equal(step.rows.key[:, :durable], expected)
+    same = same and torch.equal(step.rows.value[:, :durable], -expected)
     return {
         "captured": sizes.device == "cuda",
         "windows": sizes.rounds,

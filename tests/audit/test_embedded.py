@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 import nwor.engine.core
 import nwor.engine.step
-from engine import models
+from engine import conftest, models
 from nwor.audit import AuditLevel, Findings, Kind
 from nwor.audit.workloads import Job
 from nwor.cache import RowWindow
+from nwor.cli import main
 from nwor.engine.audit_run import Adversary, JobEngine
 from nwor.engine.core import Engine
 from nwor.engine.request import Request
 from nwor.engine.step import Segment
 from nwor.engine.store import DurableStore
 
+tokenizer = conftest.tokenizer
 K = 4
 JOBS = (
     Job("", tokens=20),
@@ -81,6 +86,47 @@ def test_write_through_leaves_every_rejected_row_behind() -> None:
     early = {Kind.REJECTED_IN_DURABLE, Kind.EARLY_COMMIT, Kind.FOREIGN_WRITE}
     assert set(found.counts) == early
     assert found.counts[Kind.REJECTED_IN_DURABLE] == 2 * found.rejected  # two groups
+
+
+@pytest.mark.parametrize("drafter", ["adversary", "prompt-lookup", "model"])
+def test_the_command_with_files_and_drafters(
+    drafter: str,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, file, out = tmp_path / "model", tmp_path / "mine.jsonl", tmp_path / "audit.json"
+    models.tiny("gemma3").save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    lines = [
+        {"prompt": "abc" * 20, "max_tokens": 20, "stop_at": 12},
+        {"prompt": "xyxyxyxyxy", "max_tokens": 60, "abort_after": 6},
+        {"prompt": "ababcdcdababcdcd", "max_tokens": 70, "arrive": 3},
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    command = ["audit", "--engine", "transformers", "--model", str(model), "--level", "bytes"]
+    name = f"model:{model}" if drafter == "model" else drafter
+    options = ["--drafter", name, "--workload", str(file), "--json", str(out)]
+    code = main([*command, "--control", *options])
+    found = json.loads(out.read_text())
+    staged, control = (found["workloads"][0][run] for run in ("staged", "control"))
+    assert not staged["violations"]
+    assert staged["final_rows"] > 0
+    assert staged["tokens"] < 20 + 60 + 70 - 8  # one stops, one is aborted
+    left = control["violations"].get(Kind.REJECTED_IN_DURABLE.value, 0)
+    assert left == 2 * staged["rejected"]  # two groups
+    assert code == 0, capsys.readouterr().out
+    if (
+        drafter == "model"
+    ):  # always right about itself: rejected is only what follows the stop token
+        assert staged["rejected"] <= 4
+
+
+def test_an_unknown_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.tiny("gemma3").save_pretrained(tmp_path)
+    command = ["audit", "--engine", "transformers", "--model", str(tmp_path)]
+    assert main([*command, "--drafter", "medusa"]) == 2
+    assert "known: adversary, prompt-lookup, model:" in capsys.readouterr().err
 
 
 # -- engines with one thing wrong ----------------------------------------------------------------

@@ -7,6 +7,8 @@ import pytest
 
 from nwor.audit import AuditLevel, Findings, Kind, Violation
 from nwor.audit.verdicts import Report, verdicts
+from nwor.audit.workload_file import find
+from nwor.audit.workloads import Job
 from nwor.cli import audit, main
 from nwor.engine.audit_run import EngineAudit
 from nwor.vllm.audit_run import VllmAudit
@@ -159,3 +161,36 @@ def test_exit_code_table_and_json(
     assert found["model"] == "gemma"
     assert [v["invariant"] for v in found["verdicts"]] == ["I1", "I2", "I3", "I4", "I5", "I6"]
     assert found["workloads"][0]["staged"]["rejected"] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "a"}\n\n{"prompt": ', "line 3: not JSON"),
+        ('[{"prompt": "a"},\n{"prompt" "b"}]', "line 2: not JSON"),
+        ('[{"prompt": "a"}, 7]', "prompt 2: give an object"),
+        ('{"prompt": ""}', "line 1: prompt is ''"),
+        ('{"prompt": "a", "tokens": 3}', "unknown ['tokens']; known: prompt, max_tokens"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
+        ('{"prompt": "a", "abort_after": "3"}', "abort_after is '3'"),
+        ('{"prompt": "a", "max_tokens": 5, "stop_at": 5}', "stop_at is 5"),
+    ],
+)
+def test_bad_workload_files(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(text)
+    assert main(["audit", "--model", "anything", "--workload", str(file)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("separator", ["\n", ","])
+def test_a_workload_file(separator: str, tmp_path: Path) -> None:
+    lines = ['{"prompt": "a"}', '{"prompt": "b", "max_tokens": 9, "stop_at": 3, "arrive": 2}']
+    text = separator.join([*lines, '{"prompt": "c", "abort_after": 4}'])
+    file = tmp_path / "mine.json"
+    file.write_text(f"[{text}]" if separator == "," else text)
+    jobs = (Job("a"), Job("b", 9, arrive=2, stop=3), Job("c", abort=4))
+    assert find(str(file)) == jobs

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from drafters import ScriptedDrafter
 from harness import Engine, greedy, prompts
+from tiny_models import write_model
 
 from nwor.audit import Findings, Kind
 from nwor.manager import Mode
@@ -149,3 +151,52 @@ def test_a_model_that_is_not_there_is_bad_input() -> None:
     assert done.returncode == 2, done.stderr
     assert "vLLM cannot start on './nope': give a folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+_FINAL = """
+import sys
+from nwor.audit import AuditLevel
+from nwor.audit.workloads import Job
+from nwor.vllm.audit import RunnerAudit
+from nwor.vllm.audit_run import VllmAudit
+
+audit = VllmAudit(sys.argv[1], level=AuditLevel.BYTES, k=4, dtype="float32")
+jobs = [Job("1, 2, 3, 4, 5, 6,", 24), Job("a b a b a b c", 30, abort=7)]
+
+
+def say():
+    found = audit.run("final", jobs, control=False).findings
+    print(found.final_rows, found.final_error, *found.counts)
+
+
+say()
+keep = RunnerAudit._keep
+
+
+def shifted(self, request):
+    keep(self, request)
+    if self._runner.nwor.mode == "stage":
+        groups = self.final[request]
+        self.final[request] = [(at[1:], tuple(p[:, :-1] for p in rows)) for at, rows in groups]
+
+
+RunnerAudit._keep = shifted
+say()
+"""
+
+
+def test_final_rows_are_those_of_a_run_without_speculation(tmp_path: Path) -> None:
+    """And rows that are one place off are told from them."""
+    write_model("gemma3", tmp_path / "gemma3")
+    done = subprocess.run(
+        [sys.executable, "-c", _FINAL, str(tmp_path / "gemma3")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sound, shifted = (line.split() for line in done.stdout.splitlines() if line[0].isdigit())
+    assert int(sound[0]) > 100
+    assert float(sound[1]) < 1e-4
+    assert sound[2:] == []
+    assert shifted[2:] == [Kind.FINAL_DIFFERS.value]

@@ -63,6 +63,16 @@ class Records:
             self.serial[index] = self._serials
         return np.array([self._index[request] for request in requests], np.int64)
 
+    def slots(self, request: str) -> Ints | None:
+        """Return the slots of a request's accepted rows, ``[groups, rows]``, 0 where it has no page."""
+        index = self._index.get(request)
+        if index is None:
+            return None
+        column, offset = np.divmod(np.arange(self.known[index]), self._page_size)
+        pages = self.pages[:, index, column]
+        slots: Ints = np.where(pages > 0, pages * self._page_size + offset, 0)
+        return slots
+
     def drop(self, request: str, names: RowNames) -> int | None:
         """Forget a request, and that it uses pages; return its record."""
         index = self._index.pop(request, None)

@@ -115,6 +115,13 @@ class ShadowMap:
         self.freed(self._records.requests)
         self._reporter.reset()
 
+    def held(self, request: str) -> Ints | None:
+        """Return the slots of a request's accepted rows, ``[groups, rows]``; None if it is unknown.
+
+        0 stands for rows whose page a sliding window has left.
+        """
+        return self._records.slots(request)
+
     # -- one step --------------------------------------------------------------------------------
 
     def freed(self, requests: Iterable[str]) -> None:

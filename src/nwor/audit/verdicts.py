@@ -113,7 +113,7 @@ def _exercised(
 def _bytes_text(reports: Sequence[Report], final: int) -> str:
     text = "bytes of all durable pages compared in every step"
     if not final:
-        return text
+        return f"{text}; final rows not compared with a run without speculation"
     equal = sum(report.findings.final_equal for report in reports)
     error = max(report.findings.final_error for report in reports)
     limit = max(report.findings.final_limit for report in reports)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nwor.errors import InputError
+
 PAGE = 128
 """Page size of the audited vLLM engine."""
 MAX_LENGTH = 1024
@@ -55,12 +57,22 @@ WORKLOADS: dict[str, tuple[Job, ...]] = {
 
 
 def prompt_ids(job: Job, tokenizer: Any) -> list[int]:  # noqa: ANN401 - a transformers tokenizer
-    """Return a job's prompt: a first token if the model has one, then its text, cut or filled."""
+    """Return a job's prompt: a first token if the model has one, then its text, cut or filled.
+
+    Raises:
+        InputError: prompt and answer are longer than an audited engine runs.
+    """
     tokens: list[int] = tokenizer.encode(job.text, add_special_tokens=False)
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     if job.length:
         tokens = (tokens * (job.length // len(tokens) + 1))[: job.length - len(first)]
-    return first + tokens
+    prompt = first + tokens
+    if len(prompt) + job.tokens > MAX_LENGTH:
+        raise InputError(
+            f"prompt {job.text[:20]!r}… has {len(prompt)} tokens and is to get {job.tokens} more: the "
+            f"audit's engines run {MAX_LENGTH}"
+        )
+    return prompt
 
 
 def undisturbed(jobs: Sequence[Job]) -> list[Job]:

@@ -15,13 +15,14 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from nwor.audit import AuditLevel, Kind
 from nwor.audit.verdicts import Report, Verdict, report_dict, verdict_dict, verdicts
-from nwor.audit.workloads import PAGE, WORKLOADS
+from nwor.audit.workload_file import find
+from nwor.audit.workloads import PAGE, WORKLOADS, Job
 from nwor.errors import InputError
 
 BROKEN, INCOMPLETE = 1, 3
@@ -63,11 +64,19 @@ def add(commands: Any) -> None:  # noqa: ANN401 - argparse does not name its typ
     )
     parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K")
     parser.add_argument(
+        "--drafter",
+        default="adversary",
+        metavar="NAME",
+        help="adversary (prompt lookup that turns wrong at random), prompt-lookup, or "
+        "model:PATH_OR_ID (default: %(default)s)",
+    )
+    parser.add_argument(
         "--workload",
         nargs="+",
         default=list(WORKLOADS),
-        metavar="NAME",
-        help=f"default: all of {', '.join(WORKLOADS)}",
+        metavar="NAME|FILE",
+        help=f"default: all of {', '.join(WORKLOADS)}; or a file of prompts (JSON or JSON lines, each "
+        'with "prompt" and perhaps "max_tokens", "stop_at", "abort_after", "arrive")',
     )
     parser.add_argument(
         "--level",
@@ -86,15 +95,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         InputError: an unknown workload, or an engine that is unknown, not installed or not served.
     """
-    unknown = set(args.workload) - set(WORKLOADS)
-    if unknown:
-        raise InputError(f"unknown workload {sorted(unknown)}; known: {', '.join(WORKLOADS)}")
+    workloads = {name: find(name) for name in args.workload}
     if not 1 <= args.num_draft_tokens < PAGE:
         raise InputError(f"--num-draft-tokens is {args.num_draft_tokens}, allowed: 1 to {PAGE - 1}")
     engine = _engine(args.engine)
     level = AuditLevel(args.level)
     audit = _start(engine, args, level)
-    reports = list(_reports(audit, args))
+    reports = list(_reports(audit, workloads, control=args.control))
     judged = verdicts(reports, level, shares=audit.shares)
     sys.stdout.write(table(reports, judged, audit.control))
     if args.json is not None:
@@ -102,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
             "engine": engine,
             "model": Path(args.model).name,
             "level": args.level,
+            "drafter": args.drafter.partition(":")[0],
             "control": audit.control if args.control else None,
             "verdicts": [verdict_dict(verdict) for verdict in judged],
             "workloads": [report_dict(report) for report in reports],
@@ -123,7 +131,7 @@ class Audit(Protocol):
     control: str
     shares: bool
 
-    def run(self, name: str, *, control: bool) -> Report:
+    def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
         """Run one workload."""
 
 
@@ -141,20 +149,23 @@ def _engine(name: str | None) -> str:
 
 def _start(engine: str, args: argparse.Namespace, level: AuditLevel) -> Audit:
     _say(f"starting the engine ({engine})")
+    options = {"k": args.num_draft_tokens, "dtype": args.dtype, "drafter": args.drafter}
     if engine == "vllm":
         from nwor.vllm.audit_run import VllmAudit  # noqa: PLC0415 - only where it is installed
 
-        return VllmAudit(args.model, level=level, k=args.num_draft_tokens, dtype=args.dtype)
+        return VllmAudit(args.model, level=level, **options)
     from nwor.engine.audit_run import EngineAudit  # noqa: PLC0415 - as above
 
-    return EngineAudit(args.model, level=level, k=args.num_draft_tokens, dtype=args.dtype)
+    return EngineAudit(args.model, level=level, **options)
 
 
-def _reports(audit: Audit, args: argparse.Namespace) -> Iterator[Report]:
+def _reports(
+    audit: Audit, workloads: Mapping[str, Sequence[Job]], *, control: bool
+) -> Iterator[Report]:
     """Run the workloads, saying on stderr how far it is."""
-    for number, name in enumerate(args.workload, 1):
-        _say(f"workload {number} of {len(args.workload)}: {name}")
-        yield audit.run(name, control=args.control)
+    for number, (name, jobs) in enumerate(workloads.items(), 1):
+        _say(f"workload {number} of {len(workloads)}: {name}")
+        yield audit.run(Path(name).stem, jobs, control=control)
     _say("done")
 
 

@@ -12,8 +12,6 @@ from nwor.audit.adversary import draft
 from nwor.audit.verdicts import Report
 from nwor.audit.workloads import (
     MAX_BATCH,
-    MAX_LENGTH,
-    WORKLOADS,
     Job,
     prompt_ids,
     undisturbed,
@@ -21,6 +19,7 @@ from nwor.audit.workloads import (
 from nwor.engine.audited import AuditedEngine, logger
 from nwor.engine.core import TokenRun
 from nwor.engine.drafters import Drafter, EngineSizes, Proposal
+from nwor.engine.generate import make_drafter
 from nwor.engine.loading import load
 from nwor.engine.options import Options
 from nwor.engine.request import FinishReason, Request
@@ -110,15 +109,33 @@ class EngineAudit:
     control = "the same engine with mode immediate: drafts are written through, as stock caches do"
     shares = False
 
-    def __init__(self, model: str, *, level: AuditLevel, k: int, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        level: AuditLevel,
+        k: int,
+        dtype: str = "auto",
+        drafter: str = "adversary",
+    ) -> None:
         self._loaded = load(model, dtype)
+        self._drafter, self._dtype = drafter, dtype
+        self._new_drafter().close()
         if self._loaded.tokenizer is None:
             raise InputError(f"{model!r} has no tokenizer: the workloads are texts")
         self._level, self._k = level, k
 
-    def run(self, name: str, *, control: bool) -> Report:
+    def _new_drafter(self) -> Drafter:
+        if self._drafter == "adversary":
+            return Adversary()
+        if self._drafter != "prompt-lookup" and not self._drafter.startswith("model:"):
+            raise InputError(
+                f"unknown drafter {self._drafter!r}; known: adversary, prompt-lookup, model:PATH_OR_ID"
+            )
+        return make_drafter(self._drafter, self._loaded, self._dtype)
+
+    def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) written through."""
-        jobs = WORKLOADS[name]
         stops = self._stops(jobs)
         tokens, findings = self._once(Mode.STAGE, jobs, stops, self._level)
         report = Report(name, findings, tokens=tokens)
@@ -159,10 +176,10 @@ class EngineAudit:
         with JobEngine(
             self._loaded.model,
             level=level,
-            drafter=Adversary(),
+            drafter=self._new_drafter(),
             mode=mode.value,
             max_batch=MAX_BATCH,
-            max_length=MAX_LENGTH,
+            max_length=max(map(len, prompts)) + max(job.tokens for job in jobs),
             max_draft=self._k,
         ) as engine:
             engine.stops = stops

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nwor.audit import Findings, Kind, ShadowMap
+from nwor.audit import Kind, ShadowMap
+from nwor.audit.final import bits, compare
 from nwor.audit.names import Ints
 from nwor.engine.request import Request
 from nwor.engine.runner import Runner
@@ -17,13 +18,6 @@ from nwor.engine.sinks import WriteThrough
 from nwor.engine.step import Segment
 from nwor.engine.store import DurableStore, Group
 from nwor.metrics import Written
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(rows: Tensor) -> Tensor:
-    """View elements as integers: NaN equals itself there."""
-    return rows.view(_INTEGERS[rows.element_size()])
 
 
 class EngineBytes:
@@ -109,9 +103,7 @@ class FinalRows:
     """Durable rows of ended requests, compared with those of a run without speculation.
 
     That run is given the same tokens, one at a time after the prompt, so that answers that differ by
-    arithmetic cannot hide rows. Batches differ in shape from the audited run's, so rows may differ by
-    rounding: allowed is ``sqrt(eps)`` of a row's norm, eps that of the dtype. Another token's row
-    differs by about its norm.
+    arithmetic cannot hide rows. See `nwor.audit.final` for what may differ.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -151,7 +143,10 @@ class FinalRows:
         for page, kept in enumerate(ended):
             for number, group in enumerate(store.groups.values()):
                 wanted = _last_rows(group, page, len(kept.tokens))
-                _compare(shadow, kept, number, kept.rows[group.name], wanted)
+                length = len(kept.tokens)
+                positions = np.arange(length - wanted[0].shape[1], length)
+                found = kept.rows[group.name]
+                compare(shadow.findings, kept.name, number, positions, found, wanted)
 
 
 def _run(
@@ -177,32 +172,3 @@ def _last_rows(group: Group, page: int, length: int) -> tuple[Tensor, Tensor]:
     seen = length if group.window is None else min(length, group.window)
     at = torch.arange(length - seen, length, device=group.rows.device) % group.capacity
     return group.rows.key[:, page, at].clone(), group.rows.value[:, page, at].clone()
-
-
-def _compare(
-    shadow: ShadowMap,
-    kept: _Kept,
-    number: int,
-    found: tuple[Tensor, Tensor],
-    wanted: tuple[Tensor, Tensor],
-) -> None:
-    findings: Findings = shadow.findings
-    limit = float(np.sqrt(torch.finfo(found[0].dtype).eps))
-    equal = torch.ones(found[0].shape[:2], dtype=torch.bool)
-    wrong = torch.zeros(found[0].shape[:2], dtype=torch.bool)
-    for mine, reference in zip(found, wanted, strict=True):
-        equal &= (bits(mine) == bits(reference)).flatten(2).all(-1).cpu()
-        difference = (mine.double() - reference.double()).flatten(2)
-        norm = difference.norm(dim=-1)
-        error = torch.where(norm == 0, 0.0, norm / reference.double().flatten(2).norm(dim=-1))
-        wrong |= ~(error <= limit).cpu()  # NaN is wrong; a row of zeros (padding) equals itself
-        findings.final_error = max(findings.final_error, float(error.max()))
-        findings.final_abs = max(findings.final_abs, float(difference.abs().max()))
-    findings.final_limit = max(findings.final_limit, limit)
-    findings.final_rows += equal.shape[1]
-    findings.final_equal += int(equal.all(0).sum())
-    if wrong.any():
-        layer, at = torch.nonzero(wrong)[0].tolist()
-        first = len(kept.tokens) - equal.shape[1]
-        place = {"group": number, "layer": layer, "position": first + at}
-        shadow.report(Kind.FINAL_DIFFERS, int(wrong.any(0).sum()), request=kept.name, **place)

@@ -15,6 +15,9 @@ class Adversary:
     vLLM loads it by name (``method="custom_class"``).
     """
 
+    silent = False
+    """Set on the class: draft nothing."""
+
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - vllm.config.VllmConfig
         self.k = config.speculative_config.num_speculative_tokens
         self.vocabulary = config.model_config.get_vocab_size()
@@ -34,7 +37,7 @@ class Adversary:
             draft(
                 token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist(), self.k, self.vocabulary
             )
-            if got
+            if got and not self.silent
             else []
             for row, got in enumerate(sampled_token_ids)
         ]

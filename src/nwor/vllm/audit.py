@@ -6,6 +6,13 @@
     forward, _sample, nwor's commit     (copies are seen as they happen)
     _update_states_after_model_execute  what is durable now, and whether it should be
 
+Another runner can be watched by telling `ShadowMap` the same things, whatever its buffers are called:
+requests that finished or were preempted, before their pages are given away (`freed`); for each batch
+row the request, its computed length (exact, not an optimistic bound), its scheduled rows and drafts,
+the block tables and slot mappings as kernels will read them (`forward`); that sampling is done
+(`sampled`); copies between staging and durable pages (`moved`); and the rows that each request keeps
+(`end_step`). All of them on the host: a runner whose counts stay on the device has to wait for them.
+
 The hooks sit on other symbols than nwor's own and stay when nwor's go, so the same audit watches an
 engine in every mode. Tables, slot mappings and acceptance come from vLLM's buffers, copies from the
 overlay as it makes them; of the overlay's own bookkeeping only the leases are read, to find leaks.
@@ -35,6 +42,9 @@ ATTRIBUTE = "nwor_audit"
 REJECTED = -1
 INTEGRITY_STEPS = 64
 
+FinalGroup = tuple[Ints, tuple[torch.Tensor, torch.Tensor]]
+"""Positions ``[n]``, and K and V ``[layers, n, heads, dim]``, of one cache group."""
+
 
 class RunnerAudit:
     """Watches one runner.
@@ -46,6 +56,8 @@ class RunnerAudit:
 
     Attributes:
         shadow: the books.
+        keep_final: copy the rows of requests that end.
+        final: by request, for each cache group, slots and K and V of its accepted rows.
 
     Raises:
         LayoutError: groups with different page sizes.
@@ -74,6 +86,8 @@ class RunnerAudit:
             first_staging=first_staging,
             told=_log,
         )
+        self.keep_final = False
+        self.final: dict[str, list[FinalGroup]] = {}
         self._output: Any = None
         self._reported = Findings()
         self._bytes: ByteAudit | None = None
@@ -154,6 +168,9 @@ class RunnerAudit:
             return
         if scheduler_output.num_scheduled_tokens:
             self._output = scheduler_output
+        if self.keep_final:  # their pages may be another's now, but nobody has written to them
+            for request in scheduler_output.finished_req_ids:
+                self._keep(request)
         self.shadow.freed(
             (
                 *scheduler_output.finished_req_ids,
@@ -162,6 +179,19 @@ class RunnerAudit:
             )
         )
         self._check_leases()
+
+    def _keep(self, request: str) -> None:
+        held = self.shadow.held(request)
+        for group, slots in zip(
+            self._groups, () if held is None else held, strict=held is not None
+        ):
+            positions = np.flatnonzero(slots)
+            page, row = np.divmod(slots[positions], group.overlay.page_size)
+            key, value = (
+                torch.cat([getattr(rows, part)[:, page, row] for rows in group.overlay.rows])
+                for part in ("key", "value")
+            )
+            self.final.setdefault(request, []).append((positions, (key, value)))
 
     def before_forward(self) -> None:
         """Tell what the kernels will read and write."""

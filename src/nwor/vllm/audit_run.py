@@ -5,24 +5,46 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
+
 from nwor.audit import AuditLevel, Findings
+from nwor.audit.final import compare
 from nwor.audit.verdicts import Report
 from nwor.audit.workloads import (
     MAX_BATCH,
     MAX_LENGTH,
     PAGE,
-    WORKLOADS,
     Job,
     prompt_ids,
     undisturbed,
 )
 from nwor.errors import InputError
 from nwor.manager import Mode
+from nwor.vllm.adversary import Adversary
 from nwor.vllm.audit import RunnerAudit, audit_of
 
 logger = logging.getLogger("vllm.nwor")
+
+
+def _speculation(drafter: str) -> dict[str, Any]:
+    """Return vLLM's speculative config for a drafter.
+
+    Raises:
+        InputError: no such drafter.
+    """
+    if drafter == "adversary":
+        return {"method": "custom_class", "model": "nwor.vllm.adversary.Adversary"}
+    if drafter == "prompt-lookup":
+        return {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    kind, _, path = drafter.partition(":")
+    if kind != "model" or not path:
+        raise InputError(
+            f"unknown drafter {drafter!r}; known: adversary, prompt-lookup, model:PATH_OR_ID"
+        )
+    return {"method": "draft_model", "model": path}
 
 
 class VllmAudit:
@@ -39,7 +61,17 @@ class VllmAudit:
     control = "stock vLLM with the same drafter"
     shares = True
 
-    def __init__(self, model: str, *, level: AuditLevel, k: int, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        level: AuditLevel,
+        k: int,
+        dtype: str = "auto",
+        drafter: str = "adversary",
+    ) -> None:
+        speculation = {**_speculation(drafter), "num_speculative_tokens": k}
+        self._can_be_silent = drafter == "adversary"
         os.environ.update(
             NWOR_MODE="stage", NWOR_AUDIT=level.value, VLLM_ENABLE_V1_MULTIPROCESSING="0"
         )
@@ -62,11 +94,7 @@ class VllmAudit:
                 enforce_eager=True,
                 disable_log_stats=False,
                 seed=0,
-                speculative_config={
-                    "method": "custom_class",
-                    "model": "nwor.vllm.adversary.Adversary",
-                    "num_speculative_tokens": k,
-                },
+                speculative_config=speculation,
             )
         except (OSError, ValueError) as error:  # what vLLM raises where there is no such model
             raise InputError(
@@ -83,29 +111,57 @@ class VllmAudit:
             raise InputError(f"nwor does not serve this engine: {'; '.join(map(str, refusals))}")
         self._audit: RunnerAudit = audit
 
-    def run(self, name: str, *, control: bool) -> Report:
+    def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) stock."""
-        stops = self._stops(WORKLOADS[name])
-        tokens, findings = self._once(Mode.STAGE, WORKLOADS[name], stops)
+        stops = self._stops(jobs)
+        tokens, findings = self._once(Mode.STAGE, jobs, stops)
+        if self._level is AuditLevel.BYTES and self._can_be_silent:
+            self._compare_final(jobs, findings)
         report = Report(name, findings, tokens=tokens)
         if control:
-            level = logger.level
-            logger.setLevel(logging.CRITICAL)  # what stock leaves behind is no news, and is counted
-            try:
-                stock, report.control = self._once(Mode.OFF, WORKLOADS[name], stops)
-            finally:
-                logger.setLevel(level)
+            stock, report.control = self._stock(jobs, stops)
             report.same_tokens = stock == tokens
         return report
+
+    def _compare_final(self, jobs: Sequence[Job], findings: Findings) -> None:
+        """Compare the rows of a run with those of one without speculation, as far as tokens agree."""
+        found, tokens, prompts = self._audit.final, self._emitted, self._prompts
+        Adversary.silent = True
+        try:
+            plain, _ = self._stock(undisturbed(jobs), [None] * len(jobs))
+        finally:
+            Adversary.silent = False
+        reference = {name.partition("-")[0]: rows for name, rows in self._audit.final.items()}
+        for name, groups in found.items():
+            key = name.partition("-")[0]
+            pairs = zip(tokens[key], plain[key], strict=False)
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            for number, (mine, theirs) in enumerate(zip(groups, reference[key], strict=True)):
+                at, a, b = np.intersect1d(mine[0], theirs[0], return_indices=True)
+                end = int(np.searchsorted(at, len(prompts[int(key)]) + same))
+                rows = [
+                    [part[:, i[:end]] for part in each[1]] for each, i in ((mine, a), (theirs, b))
+                ]
+                compare(findings, name, number, at[:end], *rows)
 
     def _stops(self, jobs: Sequence[Job]) -> list[int | None]:
         """Find the tokens to stop at in undisturbed answers."""
         stops: list[int | None] = [None] * len(jobs)
         if any(job.stop for job in jobs):
-            answers, _ = self._once(Mode.OFF, undisturbed(jobs), stops)
+            answers, _ = self._stock(undisturbed(jobs), stops)
             for i, job in enumerate(jobs):
                 stops[i] = answers[str(i)][job.stop] if job.stop else None
         return stops
+
+    def _stock(
+        self, jobs: Sequence[Job], stops: Sequence[int | None]
+    ) -> tuple[dict[str, list[int]], Findings]:
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)  # what stock leaves behind is no news, and is counted
+        try:
+            return self._once(Mode.OFF, jobs, stops)
+        finally:
+            logger.setLevel(level)
 
     def _once(
         self, mode: Mode, jobs: Sequence[Job], stops: Sequence[int | None]
@@ -116,9 +172,12 @@ class VllmAudit:
         self.llm.reset_prefix_cache()
         self._runner.nwor.set_mode(mode)
         self._audit.watch(self._level)
+        self._audit.keep_final, self._audit.final = self._level is AuditLevel.BYTES, {}
         waiting = dict(enumerate(jobs))
         answers: dict[str, list[int]] = {}
         tokenizer = self.llm.get_tokenizer()
+        self._prompts = [prompt_ids(job, tokenizer) for job in jobs]
+        self._emitted: dict[str, list[int]] = {str(i): [] for i in waiting}  # of aborted ones too
         step = 0
         while waiting or engine.has_unfinished_requests():
             for i in [i for i, job in waiting.items() if job.arrive <= step]:
@@ -129,11 +188,12 @@ class VllmAudit:
                     ignore_eos=True,
                     stop_token_ids=None if stop is None else [stop],
                 )
-                engine.add_request(str(i), {"prompt_token_ids": prompt_ids(job, tokenizer)}, params)
+                engine.add_request(str(i), {"prompt_token_ids": self._prompts[i]}, params)
             engine.abort_request([str(i) for i, job in enumerate(jobs) if job.abort == step > 0])
             for output in engine.step():
+                self._emitted[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
+                    answers[output.request_id] = self._emitted[output.request_id]
             step += 1
         engine.step()  # tells the worker that all have finished
         return answers, self._audit.findings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,21 @@ def prompt_ids(job: Job, tokenizer: Any) -> list[int]:  # noqa: ANN401 - a trans
             f"audit's engines run {MAX_LENGTH}"
         )
     return prompt
+
+
+def stop_tokens(
+    jobs: Sequence[Job], answer: Callable[[Sequence[Job]], Mapping[str, Sequence[int]]]
+) -> list[int | None]:
+    """Find the token that each job is to stop at, None for jobs that do not stop.
+
+    Args:
+        jobs: the jobs of a workload.
+        answer: runs jobs, returns their answers by the job's number.
+    """
+    if not any(job.stop for job in jobs):
+        return [None] * len(jobs)
+    answers = answer(undisturbed(jobs))
+    return [answers[str(i)][job.stop] if job.stop else None for i, job in enumerate(jobs)]
 
 
 def undisturbed(jobs: Sequence[Job]) -> list[Job]:

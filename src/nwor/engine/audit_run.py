@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nwor.audit import AuditLevel, Findings
 from nwor.audit.adversary import draft
+from nwor.audit.reporter import unlogged
 from nwor.audit.verdicts import Report
 from nwor.audit.workloads import (
     MAX_BATCH,
     Job,
     prompt_ids,
-    undisturbed,
+    stop_tokens,
 )
 from nwor.engine.audited import AuditedEngine, logger
 from nwor.engine.core import TokenRun
@@ -136,7 +136,8 @@ class EngineAudit:
 
     def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) written through."""
-        stops = self._stops(jobs)
+        nowhere = [None] * len(jobs)
+        stops = stop_tokens(jobs, lambda jobs: self._written_through(jobs, nowhere)[0])
         tokens, findings = self._once(Mode.STAGE, jobs, stops, self._level)
         report = Report(name, findings, tokens=tokens)
         if control:
@@ -144,24 +145,11 @@ class EngineAudit:
             report.same_tokens = other == tokens
         return report
 
-    def _stops(self, jobs: Sequence[Job]) -> list[int | None]:
-        """Find the tokens to stop at in undisturbed answers."""
-        stops: list[int | None] = [None] * len(jobs)
-        if any(job.stop for job in jobs):
-            answers, _ = self._written_through(undisturbed(jobs), stops)
-            for i, job in enumerate(jobs):
-                stops[i] = answers[str(i)][job.stop] if job.stop else None
-        return stops
-
     def _written_through(
         self, jobs: Sequence[Job], stops: Sequence[int | None]
     ) -> tuple[dict[str, list[int]], Findings]:
-        before = logger.level
-        logger.setLevel(logging.CRITICAL)  # what it leaves behind is no news, and is counted
-        try:
+        with unlogged(logger):
             return self._once(Mode.IMMEDIATE, jobs, stops)
-        finally:
-            logger.setLevel(before)
 
     def _once(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 
 from nwor.audit import AuditLevel, Findings
 from nwor.audit.final import compare
+from nwor.audit.reporter import unlogged
 from nwor.audit.verdicts import Report
 from nwor.audit.workloads import (
     MAX_BATCH,
@@ -19,6 +20,7 @@ from nwor.audit.workloads import (
     PAGE,
     Job,
     prompt_ids,
+    stop_tokens,
     undisturbed,
 )
 from nwor.errors import InputError
@@ -113,7 +115,8 @@ class VllmAudit:
 
     def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) stock."""
-        stops = self._stops(jobs)
+        nowhere = [None] * len(jobs)
+        stops = stop_tokens(jobs, lambda jobs: self._stock(jobs, nowhere)[0])
         tokens, findings = self._once(Mode.STAGE, jobs, stops)
         if self._level is AuditLevel.BYTES and self._can_be_silent:
             self._compare_final(jobs, findings)
@@ -144,24 +147,11 @@ class VllmAudit:
                 ]
                 compare(findings, name, number, at[:end], *rows)
 
-    def _stops(self, jobs: Sequence[Job]) -> list[int | None]:
-        """Find the tokens to stop at in undisturbed answers."""
-        stops: list[int | None] = [None] * len(jobs)
-        if any(job.stop for job in jobs):
-            answers, _ = self._stock(undisturbed(jobs), stops)
-            for i, job in enumerate(jobs):
-                stops[i] = answers[str(i)][job.stop] if job.stop else None
-        return stops
-
     def _stock(
         self, jobs: Sequence[Job], stops: Sequence[int | None]
     ) -> tuple[dict[str, list[int]], Findings]:
-        level = logger.level
-        logger.setLevel(logging.CRITICAL)  # what stock leaves behind is no news, and is counted
-        try:
+        with unlogged(logger):
             return self._once(Mode.OFF, jobs, stops)
-        finally:
-            logger.setLevel(level)
 
     def _once(
         self, mode: Mode, jobs: Sequence[Job], stops: Sequence[int | None]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nwor.errors import InputError, RowCountError
-from nwor.store.paged import PagedGroup
+from nwor.store.paged import PagedGroup, check_counts
 
 Ints = NDArray[np.int64]
 NO_ROWS: Ints = np.empty(0, np.int64)
@@ -56,16 +56,7 @@ class DeviceBatch:
     newcomers: Ints | None = field(default=None)
 
     def __post_init__(self) -> None:
-        number = (len(self.requests),)
-        for name in ("table_rows", "query_lens", "num_drafts"):
-            found = getattr(self, name).shape
-            if found != number:
-                raise RowCountError(f"{name} has shape {found}, {number[0]} requests verify")
-        if (self.num_drafts < 1).any() or (self.query_lens <= self.num_drafts).any():
-            raise RowCountError(
-                f"requests need at least one draft and one row more than drafts, got "
-                f"{self.num_drafts.tolist()} drafts in {self.query_lens.tolist()} rows"
-            )
+        check_counts(self)
         if (self.table_rows < 0).any() or (self.newcomer_rows < 0).any():
             raise RowCountError("batch rows must not be negative")
         check_integers("query_start_loc", self.query_start_loc, torch.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -107,16 +108,9 @@ class VerifyBatch:
     num_drafts: Ints
 
     def __post_init__(self) -> None:
-        number = (len(self.requests),)
-        for name in ("table_rows", "first_rows", "computed", "query_lens", "num_drafts"):
-            found = getattr(self, name).shape
-            if found != number:
-                raise RowCountError(f"{name} has shape {found}, {number[0]} requests verify")
-        if (self.num_drafts < 1).any() or (self.query_lens <= self.num_drafts).any():
-            raise RowCountError(
-                f"requests need at least one draft and one row more than drafts, got "
-                f"{self.num_drafts.tolist()} drafts in {self.query_lens.tolist()} rows"
-            )
+        check_counts(self)
+        for name in ("first_rows", "computed"):
+            check_length(self, name)
         if (self.computed < 0).any() or (self.first_rows < 0).any() or (self.table_rows < 0).any():
             raise RowCountError("computed, first_rows and table_rows must not be negative")
 
@@ -130,3 +124,40 @@ class VerifyBatch:
             self.query_lens[chosen],
             self.num_drafts[chosen],
         )
+
+
+class _Counts(Protocol):
+    @property
+    def requests(self) -> Sequence[Hashable]: ...
+    @property
+    def table_rows(self) -> Ints: ...
+    @property
+    def query_lens(self) -> Ints: ...
+    @property
+    def num_drafts(self) -> Ints: ...
+
+
+def check_counts(batch: _Counts) -> None:
+    """See that every request of a batch has a batch row, drafts, and rows enough for them.
+
+    Raises:
+        RowCountError: it has not.
+    """
+    for name in ("table_rows", "query_lens", "num_drafts"):
+        check_length(batch, name)
+    if (batch.num_drafts < 1).any() or (batch.query_lens <= batch.num_drafts).any():
+        raise RowCountError(
+            f"requests need at least one draft and one row more than drafts, got "
+            f"{batch.num_drafts.tolist()} drafts in {batch.query_lens.tolist()} rows"
+        )
+
+
+def check_length(batch: _Counts, name: str) -> None:
+    """See that the batch says something called `name` of each request.
+
+    Raises:
+        RowCountError: of more or fewer of them.
+    """
+    found, number = getattr(batch, name).shape, len(batch.requests)
+    if found != (number,):
+        raise RowCountError(f"{name} has shape {found}, {number} requests verify")

@@ -1,4 +1,4 @@
-"""The device overlay on its own: what it refuses, what it counts, what it does when launches fail."""
+"""The device overlay on its own: what it finds wrong, what it refuses, how far it reaches."""
 
 from __future__ import annotations
 
@@ -8,63 +8,20 @@ import sys
 import numpy as np
 import pytest
 import torch
-from twins import DEVICE, MAX_TOKENS, Spec, Twins, whole_bytes
+from steps import batch_of, engine, everything, rejecting, same
+from twins import DEVICE, MAX_TOKENS, Spec, Twins
 
 from nwor import KVRows
 from nwor.errors import (
-    CommitError,
     InputError,
     LayoutError,
     RowCountError,
     StaleWindowError,
     WindowOpenError,
 )
-from nwor.metrics import FallbackReason
-from nwor.store import device_overlay
 from nwor.store.device_overlay import DeviceBatch, DeviceFault, DeviceGroup, DeviceOverlay
-from nwor.store.device_transfer import RING, UploadRing
 from nwor.store.overlay import OverlayRefusal
-from nwor.testing import Snapshot, fail_at, same_bits
-from nwor.testing import everything as everything_of
-
-
-def engine(*specs: Spec, drafts: dict[str, int] | None = None, **options) -> Twins:
-    """Two requests, prepared for a step in which both verify."""
-    twins = Twins(specs or (Spec(4), Spec(8)), **options)
-    twins.drafts = drafts or {"a": 2, "b": 3}
-    twins.add("a", 6)
-    twins.add("b", 3)
-    twins.prepare({name: k + 1 for name, k in twins.drafts.items()})
-    return twins
-
-
-def batch_of(twins: Twins, **changes) -> DeviceBatch:
-    names = list(twins.drafts)
-    given = {
-        "requests": names,
-        "table_rows": np.array([twins.lines[name] for name in names]),
-        "query_lens": np.array([twins.counts[name] for name in names]),
-        "num_drafts": np.array([twins.drafts[name] for name in names]),
-        "query_start_loc": twins.query_start_loc,
-        "positions": twins.positions,
-    }
-    return DeviceBatch(**given | changes)
-
-
-def rejecting(twins: Twins, *counts: int) -> torch.Tensor:
-    numbers = torch.full((twins.tables[0].shape[0],), -7, dtype=torch.int32)
-    numbers[: len(counts)] = torch.tensor(counts, dtype=torch.int32)
-    return numbers.to(DEVICE)
-
-
-def everything(twins: Twins) -> list[torch.Tensor]:
-    """The device's tables, slot mappings and stores."""
-    stores = [whole_bytes(rows) for rows in twins.copies]
-    return [tensor.clone() for tensor in (*twins.their_tables, *twins.their_slots, *stores)]
-
-
-def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+from nwor.testing import Snapshot, same_bits
 
 
 class TestFaults:
@@ -255,74 +212,6 @@ class TestRefusals:
                 DeviceGroup(table, slots, group.rows)
 
 
-class TestFailures:
-    @pytest.mark.parametrize("where", ["begin", "fill"])
-    @pytest.mark.parametrize("after", [False, True])
-    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-    def test_a_begin_that_fails_leaves_no_edit(self, where, after, error) -> None:
-        """Not even one of the window before, whose record is still on the device."""
-        twins = engine()
-        twins.device.begin(batch_of(twins)).commit(rejecting(twins, 0, 1))
-        twins.finish("a")
-        twins.add("c", 9)
-        twins.drafts = {"b": 2, "c": 1}
-        twins.prepare({"b": 3, "c": 2})
-        before = everything(twins)
-        doing = everything_of if after else None
-        with (
-            fail_at((twins.device.launches, where), error=error, doing=doing),
-            pytest.raises(error),
-        ):
-            twins.device.begin(batch_of(twins))
-        assert same(before[:4], everything(twins)[:4])
-        assert twins.device.window is None
-        assert twins.device.pages.pages_in_use == 0
-
-    @pytest.mark.parametrize("where", ["close", "move"])
-    @pytest.mark.parametrize("after", [False, True])
-    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-    def test_a_commit_that_fails_once_is_finished(self, where, after, error) -> None:
-        twins, right = engine(), engine()
-        for side in (twins, right):
-            side.window = side.device.begin(batch_of(side))
-            side.begun = everything(side)
-        right.window.commit(rejecting(right, 1, 2))
-        doing = everything_of if after else None
-        with fail_at((twins.device.launches, where), error=error, doing=doing):
-            if error is KeyboardInterrupt:
-                with pytest.raises(error):
-                    twins.window.commit(rejecting(twins, 1, 2))
-            else:
-                twins.window.commit(rejecting(twins, 1, 2))
-        assert same(everything(twins), everything(right))
-        assert not twins.device.broken
-        for side in (twins, right):
-            side.device.collect(wait=True)
-        faults = {FallbackReason.MOVER_FAULT: 1} if error is RuntimeError else {}
-        assert twins.device.metrics.fallbacks == faults
-        twins.device.metrics.fallbacks.clear()
-        assert twins.device.metrics == right.device.metrics
-
-    def test_a_commit_that_fails_for_good(self, monkeypatch) -> None:
-        """Tables are restored all the same, and nothing is staged on rows that may be half moved."""
-        twins = engine()
-        before = everything(twins)
-        window = twins.device.begin(batch_of(twins))
-
-        def fail(*_args) -> None:
-            raise RuntimeError("no mover moves")
-
-        monkeypatch.setattr(twins.device.launches, "move", fail)
-        monkeypatch.setattr(device_overlay, "bind_torch", fail)
-        with pytest.raises(CommitError, match="no mover moves"):
-            window.commit(rejecting(twins, 0, 0))
-        assert same(before[:4], everything(twins)[:4])
-        monkeypatch.undo()
-        window = twins.device.begin(batch_of(twins))
-        assert window.requests == ()
-        assert twins.device.refused == {OverlayRefusal.OVERLAY_BROKEN: 2}
-
-
 def test_a_rehearsal_compiles_and_touches_nothing() -> None:
     twins = engine()
     before = everything(twins)
@@ -331,84 +220,6 @@ def test_a_rehearsal_compiles_and_touches_nothing() -> None:
     twins.device.collect(wait=True)
     assert twins.device.metrics.windows == 0
     assert (twins.device.state.notes == -1).all()
-
-
-def test_counters_arrive_when_they_arrive_and_only_once() -> None:
-    twins = engine()
-    for _ in range(3):
-        twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
-    assert twins.device.metrics.windows == 0
-    for _ in range(3):
-        twins.device.collect(wait=True)
-        metrics = twins.device.metrics
-        assert (metrics.windows, metrics.staged, metrics.rejected) == (3, 15, 3)
-        assert metrics.staged == metrics.committed + metrics.rejected + metrics.cancelled
-        assert metrics.rows_staged == metrics.rows_written + metrics.rows_avoided
-    twins.device.begin(batch_of(twins)).abort()
-    twins.device.collect(wait=True)
-    assert (metrics.windows, metrics.cancelled_windows, metrics.cancelled) == (4, 1, 5)
-    assert metrics.rows_avoided == 3 * 4
-    assert sum(metrics.fallbacks.values()) == metrics.cancelled_windows
-
-
-def test_an_upload_under_way_is_not_overwritten() -> None:
-    """Buffers take turns: what the device may still have to read stays as it was sent."""
-    target = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
-    ring = UploadRing(target)
-    sources = []
-    for number in range(2 * RING):
-        buffer = ring.open()
-        buffer[:] = number
-        sources.append(buffer)
-        ring.send()
-        assert (target == number).all()
-    assert len({source.ctypes.data for source in sources}) == RING
-    assert all(sources[at] is sources[at + RING] for at in range(RING))
-
-
-class SlowEvent:
-    """A CUDA event that has not happened until somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.recorded, self.happened, self.waits = False, True, 0
-
-    def record(self) -> None:
-        self.recorded, self.happened = True, False
-
-    def query(self) -> bool:
-        return self.happened
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        self.happened = True
-
-
-def test_a_fifth_upload_waits_for_the_first() -> None:
-    ring = UploadRing(torch.zeros(2, dtype=torch.int32, device=DEVICE))
-    ring._cuda, ring._read = True, [SlowEvent() for _ in range(RING)]
-    for _ in range(RING):
-        ring.open()
-        ring.send()
-    assert ring.waits == 0
-    ring.open()
-    assert ring.waits == 1
-    assert [event.waits for event in ring._read] == [1, 0, 0, 0]
-
-
-def test_counters_that_have_not_arrived_are_not_waited_for() -> None:
-    twins = engine()
-    event = twins.device._counters._readback._arrived = SlowEvent()
-    twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
-    for _ in range(2):
-        twins.device.collect()
-        assert (event.waits, twins.device.metrics.windows) == (0, 0)
-    event.happened = True
-    twins.device.collect()
-    assert (event.waits, twins.device.metrics.windows) == (0, 1)
-    twins.device.begin(batch_of(twins)).commit(rejecting(twins, 1, 0))
-    twins.device.collect(wait=True)
-    assert event.waits == 1
-    assert twins.device.metrics.windows == 2
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="sparse memory of the host")

@@ -19,7 +19,7 @@ MISSING = "vLLM is not installed (README: installing the vLLM test environment)"
 
 sys.path.insert(0, str(HERE))
 
-from fixtures import models, one_at_a_time, use_vllm  # noqa: E402, F401 - a fixture
+from fixtures import allow_warnings, models, one_at_a_time, use_vllm  # noqa: E402, F401 - a fixture
 
 use_vllm()
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -33,10 +33,7 @@ if find_spec("vllm"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM and its dependencies warn a lot; nwor's own tests keep warnings as errors."""
-    for item in items:
-        if HERE in Path(item.path).parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore"))
+    allow_warnings(items, HERE)
 
 
 def pytest_report_header() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ SETTINGS = {
 def use_vllm(**settings: str) -> None:
     """Set the environment; to be called before vLLM is imported anywhere."""
     os.environ.update({**SETTINGS, **settings})
+
+
+def allow_warnings(items: list[pytest.Item], folder: Path) -> None:
+    """vLLM and its dependencies warn a lot; nwor's own tests keep warnings as errors."""
+    for item in items:
+        if folder in Path(item.path).parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
 @pytest.fixture(scope="session")

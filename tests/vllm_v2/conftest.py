@@ -27,7 +27,7 @@ for name in ("triton", "vllm"):
 
 sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
 
-from fixtures import models, one_at_a_time, use_vllm  # noqa: E402, F401 - a fixture
+from fixtures import allow_warnings, models, one_at_a_time, use_vllm  # noqa: E402, F401 - a fixture
 
 use_vllm(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
 collect_ignore_glob = [] if FOUND else ["test_*.py"]
@@ -49,10 +49,7 @@ if FOUND:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM and its dependencies warn a lot; nwor's own tests keep warnings as errors."""
-    for item in items:
-        if HERE in Path(item.path).parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore"))
+    allow_warnings(items, HERE)
 
 
 def pytest_report_header() -> str:

@@ -1,0 +1,61 @@
+"""Counters on their way from the worker to the front end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from nwor.vllm import stats
+from nwor.vllm.eligibility import EngineRefusal
+
+
+def test_increments_add_up_to_the_totals() -> None:
+    increments = stats.Increments()
+    assert increments.since({"windows": 0}, {}, staging_pages=4) is None
+    first = increments.since({"windows": 2}, {"aborted": 1}, staging_pages=4)
+    assert first == {"windows": 2, "fallbacks": {"aborted": 1}, "staging_pages": 4}
+    second = increments.since({"windows": 5}, {"aborted": 1}, staging_pages=6)
+    assert second == {"windows": 3, "fallbacks": {}, "staging_pages": 6}
+    total: stats.Sample = {}
+    for sample in (first, second):
+        stats.merge(total, sample)
+    assert total == {"windows": 5, "fallbacks": {"aborted": 1}, "staging_pages": 6}
+
+
+class SchedulerLike:
+    """Sends statistics with every second step, like a scheduler that has nothing to tell."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.steps += 1
+        with_stats = SimpleNamespace(kv_connector_stats={"other": 1})
+        return {0: SimpleNamespace(scheduler_stats=with_stats if self.steps % 2 == 0 else None)}
+
+
+def test_samples_wait_for_statistics_and_leave_no_trace_in_them() -> None:
+    scheduler = SchedulerLike()
+    stats.hook_update(scheduler, SimpleNamespace(refusals=()))
+    outputs = []
+    for count in (1, 2, 3):
+        output = SimpleNamespace()
+        stats.attach_sample(output, {"windows": count, "fallbacks": {}})
+        outputs.append(scheduler.update_from_output(None, output))
+    assert outputs[0][0].scheduler_stats is None
+    carried = outputs[1][0].scheduler_stats
+    assert stats.take_sample(carried) == {"windows": 3, "fallbacks": {}}
+    assert carried.kv_connector_stats == {"other": 1}
+    assert stats.take_sample(carried) is None
+    assert stats.take_sample(None) is None
+
+
+def test_a_refused_engine_reports_its_reasons_once() -> None:
+    scheduler = SchedulerLike()
+    refusal = SimpleNamespace(reason=EngineRefusal.PLATFORM)
+    stats.hook_update(scheduler, SimpleNamespace(refusals=[refusal]))
+    seen = []
+    for _ in range(4):
+        output = scheduler.update_from_output(None, SimpleNamespace())[0]
+        seen.append(stats.take_sample(output.scheduler_stats))
+    assert seen == [None, {"fallbacks": {"platform": 1}}, None, None]

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from mutants import Mutant, StaleMutantError, judge, read_mutants  # noqa: E402
+from mutants import Mutant, StaleMutantError, by_process, judge, read_mutants  # noqa: E402
 
 MUTANTS = read_mutants()
 
@@ -54,3 +54,14 @@ def test_caught_survived_and_tests_that_cannot_run() -> None:
     caught = judge(MUTANTS[0])
     assert caught.verdict == "caught"
     assert caught.by == MUTANTS[0].tests[0]
+
+
+def test_suites_that_change_a_process_do_not_share_one() -> None:
+    """As `make test` runs them: a list that mixes them fails before any mutant is tried."""
+    tests = [test for mutant in MUTANTS for test in mutant.tests]
+    parts = by_process(tests)
+    assert sorted(test for part in parts for test in part) == sorted(tests)
+    for part in parts:
+        suites = {test.split("/")[1] for test in part} & {"triton", "vllm", "vllm_v2"}
+        assert not suites or len({test.split("/")[1] for test in part}) == 1
+    assert len(parts) > 1

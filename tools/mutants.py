@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "bench", "tools", "docs", "pyproject.toml", "README.md", "Makefile")
 FAILED = 1
 """pytest's exit code where tests ran and some failed."""
+OWN_PROCESS = ("tests/triton/", "tests/vllm/", "tests/vllm_v2/")
 
 
 class StaleMutantError(ValueError):
@@ -151,14 +152,20 @@ def check_baseline(mutants: Sequence[Mutant]) -> None:
     files = {test for test in tests if "::" not in test}
     tests = [test for test in tests if test.split("::")[0] not in files or test in files]
     print(f"unchanged tree: {len(tests)} tests or files of tests …", file=sys.stderr, flush=True)
-    alone = [
-        test for test in tests if test.startswith("tests/triton")
-    ]  # the switch is the process's
     with tree() as root:
-        for part in (alone, [test for test in tests if test not in alone]):
-            code, output = run_tests(root, part) if part else (0, "")
+        for part in by_process(tests):
+            code, output = run_tests(root, part)
             if code:
                 sys.exit(f"tests fail without any mutant:\n{output[-3000:]}")
+
+
+def by_process(tests: Sequence[str]) -> list[list[str]]:
+    """Part tests into those that may share a process: these suites each want one of their own."""
+    parts: dict[str, list[str]] = {}
+    for test in tests:
+        folder = next((f for f in OWN_PROCESS if test.startswith(f)), "")
+        parts.setdefault(folder, []).append(test)
+    return list(parts.values())
 
 
 def arguments() -> argparse.Namespace:

@@ -1,15 +1,27 @@
 """The list of mutants does not rot: each still applies, and names tests that exist."""
 
+import json
 import re
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from mutants import Mutant, StaleMutantError, by_process, judge, read_mutants  # noqa: E402
+import mutants  # noqa: E402
+from mutants import (  # noqa: E402
+    Mutant,
+    Outcome,
+    StaleMutantError,
+    by_process,
+    judge,
+    read_mutants,
+    recorded,
+)
 
 MUTANTS = read_mutants()
 
@@ -65,3 +77,54 @@ def test_suites_that_change_a_process_do_not_share_one() -> None:
         suites = {test.split("/")[1] for test in part} & {"triton", "vllm", "vllm_v2"}
         assert not suites or len({test.split("/")[1] for test in part}) == 1
     assert len(parts) > 1
+
+
+def outcome_of(mutant: Mutant, verdict: str = "caught", commit: str = "0000000") -> Outcome:
+    return Outcome(mutant.name, verdict, "a test", 1.0, commit, mutant.key)
+
+
+def run(judged: object, *options: str) -> None:
+    command = ["mutants.py", "--skip-baseline", *options]
+    with patch.object(mutants, "judge", judged), patch.object(sys, "argv", command):
+        mutants.main()
+
+
+def test_a_run_replaces_its_own_outcomes_and_loses_none(tmp_path: Path) -> None:
+    """An interrupt at the third mutant: the first two are on file, and `--resume` does the rest."""
+    out = tmp_path / "out.json"
+    first, second, third, fourth = MUTANTS[:4]
+    names = [mutant.name for mutant in MUTANTS[:4]]
+
+    def stops_at_the_third(mutant: Mutant) -> Outcome:
+        if mutant.name == third.name:
+            while second.name not in recorded(out):
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        return outcome_of(mutant, "SURVIVED" if mutant.name == second.name else "caught")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stops_at_the_third, "--json", str(out), "--only", *names[:3])
+    assert list(recorded(out).values()) == [outcome_of(first), outcome_of(second, "SURVIVED")]
+
+    run(
+        lambda mutant: outcome_of(mutant, commit="1111111"),
+        *("--json", str(out), "--resume", "--only", *names),
+    )
+    later = [outcome_of(mutant, commit="1111111") for mutant in (second, third, fourth)]
+    assert list(recorded(out).values()) == [outcome_of(first), *later]
+    assert json.loads(out.read_text())["environment"]["commit"]
+
+    run(
+        lambda mutant: outcome_of(mutant, commit="2222222"),
+        *("--json", str(out), "--only", third.name),
+    )
+    later[1] = outcome_of(third, commit="2222222")
+    assert list(recorded(out).values()) == [outcome_of(first), *later]
+
+
+def test_a_mutant_that_changed_has_no_outcome() -> None:
+    known = {MUTANTS[0].name: outcome_of(MUTANTS[0])}
+    assert mutants.left_over([MUTANTS[0]], known) == []
+    for fields in ({"instead": "pass"}, {"tests": ("tests/test_layouts.py",)}):
+        other = changed(MUTANTS[0], **fields)
+        assert mutants.left_over([other], known) == [other]

@@ -164,6 +164,19 @@ def test_a_page_that_changed_owner_is_filled_in_again() -> None:
     step(engine, {"a": [51], "b": [52]}, {"a": 0, "b": 1})
 
 
+@pytest.mark.parametrize("loops", ["python", "numba"])
+def test_another_page_at_the_same_place_is_not_trusted(loops: str) -> None:
+    """As many rows at the same place, but other ones on another page; nobody told the overlay."""
+    engine = ToyEngine([8], loops=loops)
+    engine.add("a", [1, 2, 3])
+    step(engine, {"a": [50]}, {"a": 1})
+    before = engine.requests.pop("a")
+    engine.batch.remove("a")
+    engine.add("a", [token + 1 for token in before.tokens])
+    assert engine.requests["a"].pages != before.pages
+    step(engine, {"a": [51]}, {"a": 0})
+
+
 def test_metrics_reconcile() -> None:
     engine = ToyEngine([8, 8], layers=3)
     for name in "ab":

@@ -72,11 +72,15 @@ def test_a_mapping_that_contradicts_the_table_is_refused(engine: ToyEngine) -> N
     engine.audit()
 
 
-def test_a_table_that_names_a_staging_page_is_refused(engine: ToyEngine) -> None:
-    """An engine whose allocator hands out our pages would overwrite staged rows."""
+@pytest.mark.parametrize("page", [-1, ToyEngine([8]).first_staging])
+def test_a_table_that_names_no_durable_page_is_refused(engine: ToyEngine, page: int) -> None:
+    """An engine whose allocator hands out our pages would overwrite staged rows.
+
+    The slot mapping agrees with the table: it is the page alone that is wrong.
+    """
     engine.prepare({"a": [50]})
-    engine.tables[0][0, 0] = engine.first_staging
-    engine.slots[0][:2] = torch.tensor([3, 4]) + engine.first_staging * 8
+    engine.tables[0][0, 0] = page
+    engine.slots[0][:2] = torch.tensor([3, 4]) + page * 8
     with pytest.raises(SlotError, match="durable pages are"):
         engine.overlay.begin(engine.verify_batch({"a": [50]}))
 

@@ -84,9 +84,9 @@ def test_the_targets_own_layers_are_found_and_probed(backend: str) -> None:
 
 
 def test_rows_that_are_elsewhere_are_noticed() -> None:
-    made = runner(halves)
+    """Before an overlay is laid over them."""
     with pytest.raises(GeometryError, match="not where the view says") as found:
-        probe_groups(made, device_groups(made), BLOCKS - 1)
+        build_overlay(runner(halves), RESERVATION)
     assert found.value.refusal.reason is EngineRefusal.LAYOUT
 
 

@@ -98,6 +98,26 @@ def test_an_exception_in_sampling(engine: Get) -> None:
     llm.both(TEXTS, greedy(8))
 
 
+def test_a_step_that_is_never_sampled(engine: Get) -> None:
+    """Nobody asks for its tokens: the next step undoes its edits before it does anything else."""
+    llm = engine(k=4)
+    core, metrics = llm.llm.llm_engine, llm.runner.nwor.metrics
+    unfinished = metrics.fallbacks[FallbackReason.UNFINISHED]
+    assert llm.llm.reset_prefix_cache()
+    llm.runner.nwor.set_mode(Mode.STAGE)
+    for i, text in enumerate(TEXTS):
+        core.add_request(str(i), {"prompt_token_ids": text}, greedy(20))
+    with fail_at((llm.runner, "sample_tokens"), call=4), pytest.raises(InjectedFaultError):
+        while core.has_unfinished_requests():
+            core.step()
+    assert llm.overlay.window is not None
+    clear(llm)
+    assert llm.overlay.window is None
+    assert metrics.fallbacks[FallbackReason.UNFINISHED] == unfinished + 1
+    assert llm.overlay.pages.pages_in_use == 0
+    llm.both(TEXTS, greedy(8))
+
+
 def test_an_exception_before_the_commit_has_begun(engine: Get) -> None:
     llm = engine(k=4)
     with fail_at((DeviceWindow, "commit"), call=3):

@@ -9,6 +9,8 @@ from engine import models
 from engine.helpers import Oracle, run
 from engine.test_identity import KINDS, NEW, answers
 from nwor.engine import Engine, FinishReason, Options
+from nwor.engine.drafters import Proposal
+from nwor.engine.request import Request
 from nwor.engine.runner import Runner
 from nwor.engine.store import DurableStore
 from nwor.errors import NoWindowError, StateError
@@ -209,3 +211,21 @@ def test_max_new_tokens_cuts_the_last_window() -> None:
         )  # fmt: skip
         assert out == [answer[:count] for answer in expected.values()]
         assert engine.metrics.committed == sum(engine.stats.accepted)
+
+
+def test_no_draft_is_asked_for_beyond_the_end_of_a_request() -> None:
+    """The last token of a request is the target's own: one less than remain may be drafted."""
+
+    class Asked(Oracle):
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+            asked.append(([r.remaining for r in requests], list(limits)))
+            return super().propose(requests, limits)
+
+    asked: list[tuple[list[int], list[int]]] = []
+    expected = answers("llama")
+    run(
+        models.tiny("llama"), [list(p) for p in expected],
+        Options(max_new_tokens=NEW, num_draft_tokens=8), drafter=Asked(expected, extra=3),
+    )  # fmt: skip
+    assert all(limits == [min(8, n - 1) for n in remaining] for remaining, limits in asked)
+    assert any(n <= 8 for remaining, _ in asked for n in remaining), "no request came to its end"

@@ -45,6 +45,23 @@ def test_d2_d3_ragged_batch_joining_and_finishing_apart(engine: Get) -> None:
     assert llm.overlay.pages.pages_in_use == 0
 
 
+def test_a_request_without_drafts_before_others(
+    engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place in the window is not a batch row."""
+    texts = prompts(20, 31, 33)
+    draft = ScriptedDrafter.draft
+
+    def some(drafter: ScriptedDrafter, tokens: list[int]) -> list[int]:
+        return [] if tokens[: len(texts[0])] == texts[0] else draft(drafter, tokens)
+
+    monkeypatch.setattr(ScriptedDrafter, "draft", some)
+    llm = engine(k=8)
+    llm.learn(texts, greedy(64))
+    stock, _ = llm.both(texts, greedy(40))
+    assert stock.accepted
+
+
 def test_d4_shared_prefix(engine: Get) -> None:
     """Three requests share two pages of prefix; the later ones find them cached."""
     llm = engine(k=8)

@@ -177,17 +177,18 @@ def test_example_connector_is_refused_with_prefix_caching(
             break
     else:
         pytest.fail("the case did not occur")
-    for layer, rows_of in stock.items():
-        wrong = (rows_of != staged[layer]).flatten(1).any(1).nonzero().flatten()
-        assert wrong.tolist() == [63], layer
+    for mine, stocks in zip(rows(staged), rows(stock), strict=True):
+        wrong = (mine != stocks).flatten(2).any(-1)
+        assert [layer.nonzero().flatten().tolist() for layer in wrong] == [[63]] * len(wrong)
 
 
 def exported_by_newcomer(
     llm: Engine, text: list[int], whole: list[int], folder: Path, mode: Mode
 ) -> dict[str, torch.Tensor]:
-    """Rows ``[slot, ...]`` by layer, of a prompt that joins as another request fills its second page.
+    """Export a prompt that joins in the step in which another request fills its second page.
 
-    Empty if that request had no drafts when it got there.
+    Returns:
+        Both pages by layer, as `rows` takes them; empty if that request had no drafts by then.
     """
     for stale in folder.iterdir():
         shutil.rmtree(stale)
@@ -205,4 +206,8 @@ def exported_by_newcomer(
     llm.drain()
     files = [file for file in folder.glob("*/*.safetensors") if joined]
     exports = {file.stem: load_file(file)["kv_cache"] for file in files}
-    return {layer: export for layer, export in exports.items() if len(export) == 64}
+    return {  # exported as [slots, heads, width]; the cache has heads before rows
+        layer: export.unflatten(0, (2, PAGE)).transpose(1, 2).contiguous()
+        for layer, export in exports.items()
+        if len(export) == 2 * PAGE
+    }

@@ -30,7 +30,7 @@ def config(**changes: Any) -> Any:
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=8),
         model_config=SimpleNamespace(is_encoder_decoder=False),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, enable_prefix_caching=False),
         kv_transfer_config=None,
         use_v2_model_runner=False,
     )
@@ -143,6 +143,18 @@ def test_connectors_are_trusted_by_declaration_only() -> None:
     assert not found(transfer("MultiConnector", None, example))
     assert found(transfer("MultiConnector", None, example, other)) == ["Other"]
     assert not found(transfer("MultiConnector", None, example, other), "Other")
+
+
+@pytest.mark.parametrize("name", ["ExampleConnector", "MultiConnector"])
+def test_prompt_copies_during_the_forward_need_pages_of_their_own(name: str) -> None:
+    """With prefix caching a prompt's page may be filled in that very step, by a staged row."""
+    connector = transfer(name, None, {"kv_connector": "ExampleConnector"})
+    assert not list(config_refusals(config(kv_transfer_config=connector)))
+    shared = config(kv_transfer_config=connector, cache_config__enable_prefix_caching=True)
+    (refusal,) = config_refusals(shared)
+    assert refusal.reason is EngineRefusal.CONNECTOR
+    assert "--no-enable-prefix-caching" in refusal.remedy
+    assert not list(config_refusals(shared, ("ExampleConnector",))), "the user vouches for it"
 
 
 @dataclasses.dataclass

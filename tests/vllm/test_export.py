@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from connectors import LayerwiseConnector
 from drafters import ScriptedDrafter
 from harness import CANARY, Engine, Run, bits, greedy, prompts
+from safetensors.torch import load_file
 from vllm.config import KVTransferConfig
 
 from nwor.layout import KVRows, Layout
@@ -143,7 +145,8 @@ def test_layerwise_savers_are_refused(
 
 def test_example_connector_is_served(engine: Get, tmp_path: Path) -> None:
     """vLLM's own: prompts leave during the forward, by block id, from requests without drafts."""
-    llm = engine(k=8, kv_transfer_config=transfer("ExampleConnector", tmp_path, None))
+    config = transfer("ExampleConnector", tmp_path, None)
+    llm = engine(k=8, kv_transfer_config=config, enable_prefix_caching=False)
     llm.learn(TEXTS, greedy(64))  # and exports the prompts
     stock = llm.run(TEXTS, greedy(50), Mode.OFF)
     staged = llm.run(TEXTS, greedy(50), Mode.STAGE)
@@ -152,3 +155,59 @@ def test_example_connector_is_served(engine: Get, tmp_path: Path) -> None:
     starts = {name: min(p for n, p, _ in staged.rows if n == name) for name, _, _ in staged.rows}
     assert starts == {"0": 0, "1": 0, "2": 0, "3": PAGE}, "what was exported was not loaded"
     assert staged.foreign == PAGE < stock.foreign, "loaded pages, and nothing else"
+
+
+def test_example_connector_is_refused_with_prefix_caching(
+    engine: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rightly so: trusted all the same, it exports a page whose last row is still staged."""
+    config = transfer("ExampleConnector", tmp_path, None)
+    refused = engine(k=4, kv_transfer_config=config)
+    reasons = [refusal.reason for refusal in refused.scheduler.kv_cache_config.nwor.refusals]
+    assert reasons == [EngineRefusal.CONNECTOR]
+    monkeypatch.setenv("NWOR_CONNECTORS", "ExampleConnector")
+    trusted = engine(k=4, kv_transfer_config=config)
+    for length in range(20, 32):
+        (text,) = prompts(length, seed=length)
+        whole = text + trusted.learn([text], greedy(80)).tokens["0"]
+        trusted.drain()
+        stock = exported_by_newcomer(trusted, text, whole, tmp_path, Mode.OFF)
+        staged = exported_by_newcomer(trusted, text, whole, tmp_path, Mode.STAGE)
+        if stock and staged:
+            break
+    else:
+        pytest.fail("the case did not occur")
+    for mine, stocks in zip(rows(staged), rows(stock), strict=True):
+        wrong = (mine != stocks).flatten(2).any(-1)
+        assert [layer.nonzero().flatten().tolist() for layer in wrong] == [[63]] * len(wrong)
+
+
+def exported_by_newcomer(
+    llm: Engine, text: list[int], whole: list[int], folder: Path, mode: Mode
+) -> dict[str, torch.Tensor]:
+    """Export a prompt that joins in the step in which another request fills its second page.
+
+    Returns:
+        Both pages by layer, as `rows` takes them; empty if that request had no drafts by then.
+    """
+    for stale in folder.iterdir():
+        shutil.rmtree(stale)
+    assert llm.llm.reset_prefix_cache()
+    llm.runner.nwor.set_mode(mode)
+    core, joined = llm.llm.llm_engine, False
+    core.add_request("first", {"prompt_token_ids": text}, greedy(80))
+    while core.has_unfinished_requests():
+        running = [r for r in llm.scheduler.running if r.num_computed_tokens == 63]
+        if running and running[0].spec_token_ids and not joined:
+            newcomer = {"prompt_token_ids": [*whole[:64], *prompts(9)[0][1:]]}
+            core.add_request("second", newcomer, greedy(8))
+            joined = True
+        core.step()
+    llm.drain()
+    files = [file for file in folder.glob("*/*.safetensors") if joined]
+    exports = {file.stem: load_file(file)["kv_cache"] for file in files}
+    return {  # exported as [slots, heads, width]; the cache has heads before rows
+        layer: export.unflatten(0, (2, PAGE)).transpose(1, 2).contiguous()
+        for layer, export in exports.items()
+        if len(export) == 2 * PAGE
+    }

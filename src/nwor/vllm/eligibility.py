@@ -22,13 +22,12 @@ EAGLE and EAGLE-3 reuse the target's metadata and slot mappings, views of what i
 PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 """Cache kinds with one K and V row per token and a slot mapping."""
 
-SAFE_CONNECTORS = ("ExampleConnector",)
-"""KV connectors whose every read of the cache was followed in the checked versions.
+PROMPT_CONNECTORS = ("ExampleConnector",)
+"""KV connectors that copy, during the forward, the prompt of a request in its first step, by block id.
 
-ExampleConnector copies during the forward, but only prompt rows of requests in their first step,
-from pages it finds by block id: such requests have no drafts, so nothing of theirs is staged. Known
-gap: where a prompt's prefix is a page that another request fills in that very step, with a staged
-row, the copy is made before that row is home (docs/vllm.md).
+Such a request has no drafts: nothing of its own is staged. But with prefix caching it may begin on a
+page that another request fills in that very step, with a row that is still staged: the copy would
+lack it. Served without prefix caching, where no prompt holds another request's page.
 """
 
 
@@ -115,7 +114,7 @@ def config_refusals(
 
     Args:
         config: the engine's configuration.
-        connectors: KV connectors the user vouches for, on V1 besides `SAFE_CONNECTORS`.
+        connectors: KV connectors the user vouches for, on V1 besides `PROMPT_CONNECTORS`.
         experimental: what is served although nobody has run it.
     """
     if config.use_v2_model_runner:
@@ -124,8 +123,7 @@ def config_refusals(
         yield from _runner_v1_refusals(config)
     yield from _parallel_refusals(config.parallel_config)
     yield from _model_refusals(config)
-    safe = () if config.use_v2_model_runner else SAFE_CONNECTORS
-    yield from _connector_refusals(config.kv_transfer_config, {*safe, *connectors})
+    yield from _connector_refusals(config, connectors)
 
 
 def _runner_v1_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
@@ -207,15 +205,24 @@ def _model_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmCon
         )
 
 
-def _connector_refusals(transfer: Any, safe: Collection[str]) -> Iterator[Refusal]:  # noqa: ANN401 - KVTransferConfig
-    for name in _connectors(transfer):
-        if name not in safe:
+def _connector_refusals(config: Any, trusted: Collection[str]) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
+    for name in _connectors(config.kv_transfer_config):
+        if name in trusted:
+            continue
+        if name not in PROMPT_CONNECTORS or config.use_v2_model_runner:
             yield Refusal(
                 EngineRefusal.CONNECTOR,
                 f"KV connector {name!r} is not known to read durable pages only: one that copies "
                 "during the forward through the slot mapping would export staged rows",
                 f"drop --kv-transfer-config, or set NWOR_CONNECTORS={name} if it saves by block id, "
                 "in wait_for_save or later",
+            )
+        elif config.cache_config.enable_prefix_caching:
+            yield Refusal(
+                EngineRefusal.CONNECTOR,
+                f"KV connector {name!r} copies prompts during the forward: with prefix caching, a "
+                "prompt's page may still lack a row that another request has staged",
+                "pass --no-enable-prefix-caching, or use a connector that saves in wait_for_save",
             )
 
 

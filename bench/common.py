@@ -96,12 +96,18 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
 
 
 def write_json(path: Path | None, results: Mapping[str, object]) -> None:
-    """Write results beside the environment they were measured in."""
+    """Write results beside the environment they were measured in, and say where."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"environment": environment(), **results}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        save_json(path, results)
         print(f"written: {path}")
+
+
+def save_json(path: Path, results: Mapping[str, object]) -> None:
+    """Write results beside the environment they were measured in; killed here, the old file stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+    part.replace(path)
 
 
 def _git(*arguments: str) -> str:

@@ -123,8 +123,10 @@ def tree() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
-    """Run tests of a tree; return pytest's exit code and output."""
+def run_tests(
+    root: Path, tests: Sequence[str], *options: str, limit: float | None = None
+) -> tuple[int, str]:
+    """Run tests of a tree, for `limit` seconds at most; return pytest's exit code and output."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(root / "src"),
@@ -139,7 +141,7 @@ def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int, str
         capture_output=True,
         text=True,
         check=False,
-        timeout=LIMIT,
+        timeout=limit,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -156,7 +158,7 @@ def judge(mutant: Mutant) -> Outcome:
     with tree() as root:
         try:
             mutant.apply(root)
-            code, output = run_tests(root, mutant.tests, "-x")
+            code, output = run_tests(root, mutant.tests, "-x", limit=LIMIT)
         except (StaleMutantError, subprocess.TimeoutExpired) as error:
             return outcome("ERROR", str(error))
     if code == FAILED:
@@ -236,14 +238,11 @@ def record(path: Path, outcome: Outcome) -> None:
     In the order of the lists; what is no longer in them is left out.
     """
     sys.path.insert(0, str(ROOT / "bench"))
-    from common import environment  # noqa: PLC0415 - a script of ours, next door
+    from common import save_json  # noqa: PLC0415 - a script of ours, next door
 
     known = recorded(path) | {outcome.name: outcome}
     kept = [asdict(known[mutant.name]) for mutant in read_mutants() if mutant.name in known]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")  # whoever is killed here leaves the old file
-    part.write_text(json.dumps({"environment": environment(), "outcomes": kept}, indent=1) + "\n")
-    part.replace(path)
+    save_json(path, {"outcomes": kept})
 
 
 def left_over(mutants: list[Mutant], outcomes: Mapping[str, Outcome]) -> list[Mutant]:

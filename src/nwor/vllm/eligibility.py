@@ -114,7 +114,8 @@ def config_refusals(
 
     Args:
         config: the engine's configuration.
-        connectors: KV connectors the user vouches for, on V1 besides `PROMPT_CONNECTORS`.
+        connectors: KV connectors the user vouches for, on V1 besides `PROMPT_CONNECTORS`
+            without prefix caching.
         experimental: what is served although nobody has run it.
     """
     if config.use_v2_model_runner:

@@ -159,6 +159,7 @@ def test_exit_code_table_and_json(
     assert shown.count("\nI") == 6
     found = json.loads(out.read_text())
     assert found["model"] == "gemma"
+    assert found["runner"] is None, "no engine was started"
     assert [v["invariant"] for v in found["verdicts"]] == ["I1", "I2", "I3", "I4", "I5", "I6"]
     assert found["workloads"][0]["staged"]["rejected"] == 5
 

@@ -120,11 +120,14 @@ def test_several_sampled_tokens_per_step_are_refused() -> None:
         build_overlay(made, RESERVATION)
 
 
-def test_an_audit_on_a_gpu_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attach", [audit.attach, audit_v2.attach])
+def test_an_audit_on_a_gpu_is_refused_aloud(
+    attach: Callable[[Any, AuditLevel, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(audit.logger, "error", lambda text, *args: said.append(text % args))
     made = SimpleNamespace(device=torch.device("cuda"))
-    audit_v2.attach(made, AuditLevel.METADATA, 4)
+    attach(made, AuditLevel.METADATA, 4)
     assert "not audited" in said[0]
     assert "cuda" in said[0]
     assert audit.audit_of(made) is None

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -33,16 +32,9 @@ use_vllm(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
 collect_ignore_glob = [] if FOUND else ["test_*.py"]
 
 if FOUND:
-    from triton.backends import backends
+    from nwor.vllm.interpreter import offer_interpreter
 
-    class Driver:
-        """Says that it is there, which is all vLLM asks before it uses Triton."""
-
-        @staticmethod
-        def is_active() -> bool:
-            return True
-
-    backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+    offer_interpreter()
     with warnings.catch_warnings():  # importing vLLM warns; nwor's tests turn warnings into errors
         warnings.simplefilter("ignore")
         import harness_v2  # noqa: F401

@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         found = {
             "engine": engine,
+            "runner": audit.runner,
             "model": Path(args.model).name,
             "level": args.level,
             "drafter": args.drafter.partition(":")[0],
@@ -125,10 +126,12 @@ class Audit(Protocol):
 
     Attributes:
         control: what the control group is.
+        runner: which of an engine's model runners was audited; None if it has only one.
         shares: the engine shares or exports pages.
     """
 
     control: str
+    runner: str | None
     shares: bool
 
     def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:

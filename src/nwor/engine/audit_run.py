@@ -100,6 +100,7 @@ class EngineAudit:
 
     Attributes:
         control: what the control group is.
+        runner: None, there is one way to run.
         shares: pages never leave their requests.
 
     Raises:
@@ -107,6 +108,7 @@ class EngineAudit:
     """
 
     control = "the same engine with mode immediate: drafts are written through, as stock caches do"
+    runner: str | None = None
     shares = False
 
     def __init__(

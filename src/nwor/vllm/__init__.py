@@ -10,5 +10,6 @@ geometry    which tables and rows a runner has; probe: is a row where we think i
 windows     the windows of a runner: what V1 and V2 have in common
 runner_v1   where they begin and end in the V1 runner
 runner_v2   where they begin and end in the V2 runner
+interpreter the V2 runner on a CPU
 stats       counters on their way from the worker to /metrics and the log
 """

@@ -10,13 +10,10 @@ from nwor.audit.adversary import draft
 
 
 class Adversary:
-    """Right often enough to be accepted, wrong often enough to be rejected; sometimes silent.
+    """Right often enough to be accepted, wrong often enough to be rejected.
 
     vLLM loads it by name (``method="custom_class"``).
     """
-
-    silent = False
-    """Set on the class: draft nothing."""
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - vllm.config.VllmConfig
         self.k = config.speculative_config.num_speculative_tokens
@@ -37,7 +34,7 @@ class Adversary:
             draft(
                 token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist(), self.k, self.vocabulary
             )
-            if got and not self.silent
+            if got
             else []
             for row, got in enumerate(sampled_token_ids)
         ]

@@ -261,6 +261,10 @@ def attach(runner: Any, level: AuditLevel, first_staging: int) -> None:  # noqa:
 def attach_audit(runner: Any, make: Callable[[], RunnerAudit]) -> None:  # noqa: ANN401 - GPUModelRunner
     """Make an audit and put its hooks on; what cannot be audited is said and left alone."""
     try:
+        if runner.device.type != "cpu":
+            raise LayoutError(  # noqa: TRY301 - said like the others
+                f"the audit reads vLLM's buffers on a CPU, this runner is on {runner.device}"
+            )
         audit = make()
     except LayoutError as error:
         logger.error("nwor audit: this worker is not audited: %s", error)  # noqa: TRY400

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -25,10 +26,18 @@ from nwor.audit.workloads import (
 )
 from nwor.errors import InputError
 from nwor.manager import Mode
-from nwor.vllm.adversary import Adversary
+from nwor.vllm import seams
 from nwor.vllm.audit import RunnerAudit, audit_of
+from nwor.vllm.interpreter import CHOICE, prepare_v2
 
 logger = logging.getLogger("vllm.nwor")
+
+NOT_ON_V2 = {
+    "adversary": "vLLM's V2 runner loads no drafters of one's own class",
+    "prompt-lookup": "the V2 runner's n-gram kernels fail under Triton's interpreter, so nwor was "
+    "never run with them and refuses them",
+}
+"""Drafters that the V2 runner cannot be audited with, and why."""
 
 
 def _speculation(drafter: str) -> dict[str, Any]:
@@ -52,8 +61,11 @@ def _speculation(drafter: str) -> dict[str, Any]:
 class VllmAudit:
     """An engine of this process, staged and audited.
 
+    The V2 runner if ``VLLM_USE_V2_MODEL_RUNNER=1`` asks for it, else the one that vLLM takes.
+
     Attributes:
         control: what the control group is.
+        runner: the model runner that is audited, ``v1`` or ``v2``.
         shares: pages leave their requests, through the prefix cache.
 
     Raises:
@@ -61,6 +73,7 @@ class VllmAudit:
     """
 
     control = "stock vLLM with the same drafter"
+    runner: str | None = None
     shares = True
 
     def __init__(
@@ -73,7 +86,11 @@ class VllmAudit:
         drafter: str = "adversary",
     ) -> None:
         speculation = {**_speculation(drafter), "num_speculative_tokens": k}
-        self._can_be_silent = drafter == "adversary"
+        if prepare_v2() and drafter in NOT_ON_V2:
+            raise InputError(
+                f"--drafter {drafter} with {CHOICE}=1: {NOT_ON_V2[drafter]}. Use model:PATH_OR_ID, or "
+                f"unset {CHOICE}"
+            )
         os.environ.update(
             NWOR_MODE="stage", NWOR_AUDIT=level.value, VLLM_ENABLE_V1_MULTIPROCESSING="0"
         )
@@ -105,20 +122,18 @@ class VllmAudit:
             ) from error
         client: Any = self.llm.llm_engine.engine_core
         core = client.engine_core
+        self._scheduler = core.scheduler
         self._runner = core.model_executor.driver_worker.worker.model_runner
         self._level = level
-        audit = audit_of(self._runner)
-        if audit is None:
-            refusals = core.scheduler.kv_cache_config.nwor.refusals
-            raise InputError(f"nwor does not serve this engine: {'; '.join(map(str, refusals))}")
-        self._audit: RunnerAudit = audit
+        self._audit = served_audit(self._runner, self._scheduler)
+        self.runner = "v2" if core.vllm_config.use_v2_model_runner else "v1"
 
     def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) stock."""
         nowhere = [None] * len(jobs)
         stops = stop_tokens(jobs, lambda jobs: self._stock(jobs, nowhere)[0])
         tokens, findings = self._once(Mode.STAGE, jobs, stops)
-        if self._level is AuditLevel.BYTES and self._can_be_silent:
+        if self._level is AuditLevel.BYTES:
             self._compare_final(jobs, findings)
         report = Report(name, findings, tokens=tokens)
         if control:
@@ -129,11 +144,8 @@ class VllmAudit:
     def _compare_final(self, jobs: Sequence[Job], findings: Findings) -> None:
         """Compare the rows of a run with those of one without speculation, as far as tokens agree."""
         found, tokens, prompts = self._audit.final, self._emitted, self._prompts
-        Adversary.silent = True
-        try:
+        with self._no_drafts():
             plain, _ = self._stock(undisturbed(jobs), [None] * len(jobs))
-        finally:
-            Adversary.silent = False
         reference = {name.partition("-")[0]: rows for name, rows in self._audit.final.items()}
         for name, groups in found.items():
             key = name.partition("-")[0]
@@ -146,6 +158,19 @@ class VllmAudit:
                     [part[:, i[:end]] for part in each[1]] for each, i in ((mine, a), (theirs, b))
                 ]
                 compare(findings, name, number, at[:end], *rows)
+
+    @contextmanager
+    def _no_drafts(self) -> Iterator[None]:
+        """Let the scheduler take no drafts, whoever makes them: nothing is speculated."""
+
+        def forget(_: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: None  # noqa: ARG005 - vLLM's arguments
+
+        seams.wrap_method(self._scheduler, seams.DRAFTS, forget)
+        try:
+            yield
+        finally:
+            seams.unwrap_method(self._scheduler, seams.DRAFTS)
 
     def _stock(
         self, jobs: Sequence[Job], stops: Sequence[int | None]
@@ -187,3 +212,18 @@ class VllmAudit:
             step += 1
         engine.step()  # tells the worker that all have finished
         return answers, self._audit.findings
+
+
+def served_audit(runner: Any, scheduler: Any) -> RunnerAudit:  # noqa: ANN401 - vLLM's
+    """Return the audit of an engine that nwor serves.
+
+    Raises:
+        InputError: nwor refuses the engine, its worker found no rows, or it cannot be watched.
+    """
+    refusals = scheduler.kv_cache_config.nwor.refusals
+    if refusals:
+        raise InputError(f"nwor does not serve this engine: {'; '.join(map(str, refusals))}")
+    audit = audit_of(runner)
+    if audit is None or runner.nwor.overlay is None:
+        raise InputError("nwor does not serve this engine: the log says why; see `nwor doctor`")
+    return audit

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from nwor.audit import AuditLevel, Batch
-from nwor.errors import LayoutError
 from nwor.store import device_state as at
 from nwor.vllm import seams
 from nwor.vllm.audit import RunnerAudit, attach_audit
@@ -132,12 +131,4 @@ def _after_call(called: Any, tell: Callable[[], None]) -> None:  # noqa: ANN401 
 
 def attach(runner: Any, level: AuditLevel, first_staging: int) -> None:  # noqa: ANN401 - GPUModelRunner
     """Audit a V2 runner, staged or not; called once its cache tensors exist."""
-
-    def make() -> RunnerAuditV2:
-        if runner.device.type != "cpu":
-            raise LayoutError(
-                f"the audit reads vLLM's buffers on a CPU, this runner is on {runner.device}"
-            )
-        return RunnerAuditV2(runner, device_groups(runner), first_staging, level)
-
-    attach_audit(runner, make)
+    attach_audit(runner, lambda: RunnerAuditV2(runner, device_groups(runner), first_staging, level))

@@ -185,6 +185,15 @@ CPU_ATTENTION_ISA = Seam(
 )
 """Not in `SEAMS`: it exists for CPUs only, and only `nwor doctor` needs it."""
 
+DRAFTS = Seam(
+    SCHEDULER,
+    "Scheduler.update_draft_token_ids",
+    ("draft_token_ids",),
+    "audit: a run in which nothing is speculated, whatever the drafter; `nwor audit` alone",
+    hot=True,
+)
+"""Not in `SEAMS`: an engine is served without it."""
+
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 
 RUNNER_CACHE_V2 = Seam(
@@ -264,7 +273,7 @@ V2_SEAMS = (
     METADATA_V2,
 )
 
-LEDGER = (*SEAMS, CPU_ATTENTION_ISA, *V2_SEAMS)
+LEDGER = (*SEAMS, CPU_ATTENTION_ISA, DRAFTS, *V2_SEAMS)
 """Everything of vLLM that nwor relies on."""
 
 

@@ -18,6 +18,7 @@ READS = (
     "item",
     "tolist",
     "cpu",
+    "to",  # from a CPU to a CPU it is not even an op
     "numpy",
     "__bool__",
     "__int__",

@@ -74,6 +74,7 @@ READING = {
     "item": lambda tensor: tensor.item(),
     "tolist": lambda tensor: tensor.tolist(),
     "cpu": lambda tensor: tensor.cpu(),
+    "to": lambda tensor: tensor.to("cpu"),
     "numpy": lambda tensor: tensor.numpy(),
     "bool": bool,
     "int": int,

@@ -30,7 +30,7 @@ Get = Callable[..., EngineV2]
 TEXTS = prompts(20, 31, 33)
 
 
-READING = ("numpy", "cpu", "tolist", "item", "__int__", "__index__", "__bool__", "__array__")
+READING = ("numpy", "cpu", "to", "tolist", "item", "__int__", "__index__", "__bool__", "__array__")
 
 
 def unread(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from nwor.audit.verdicts import Report, Verdict, report_dict, verdict_dict, verd
 from nwor.audit.workload_file import find
 from nwor.audit.workloads import PAGE, WORKLOADS, Job
 from nwor.errors import InputError
+from nwor.output_file import check_writable, save
 
 BROKEN, INCOMPLETE = 1, 3
 WIDTH = 80
@@ -93,11 +94,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the audit.
 
     Raises:
-        InputError: an unknown workload, or an engine that is unknown, not installed or not served.
+        InputError: an unknown workload, an engine that is unknown, not installed or not served, or a
+            file for the findings that cannot be written.
     """
     workloads = {name: find(name) for name in args.workload}
     if not 1 <= args.num_draft_tokens < PAGE:
         raise InputError(f"--num-draft-tokens is {args.num_draft_tokens}, allowed: 1 to {PAGE - 1}")
+    if args.json is not None:
+        check_writable(args.json, "--json")
     engine = _engine(args.engine)
     level = AuditLevel(args.level)
     audit = _start(engine, args, level)
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             "verdicts": [verdict_dict(verdict) for verdict in judged],
             "workloads": [report_dict(report) for report in reports],
         }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save(args.json, "--json", json.dumps(found, indent=1) + "\n")
     if any(verdict.held is False for verdict in judged):
         return BROKEN
     return 0 if all(verdict.held for verdict in judged if verdict.applies) else INCOMPLETE

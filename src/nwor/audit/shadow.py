@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nwor.audit.findings import Findings, Kind, Violation
 from nwor.audit.names import OWNER, POSITION, STEP, Ints, RowNames
@@ -25,6 +24,7 @@ from nwor.audit.reads import Reads
 from nwor.audit.records import EVERYTHING, Records
 from nwor.audit.reporter import Reporter
 from nwor.audit.step import Batch, IntArray, Step, checked
+from nwor.audit.writes import Writes
 from nwor.errors import InputError, StateError
 
 
@@ -100,6 +100,7 @@ class ShadowMap:
         self._records = Records(windows_of, max_requests, max_length, page_size)
         self._reporter = Reporter(told)
         self._reads = Reads(self.names, self._records, self._reporter)
+        self._writes = Writes(self.names, self._records, self._reporter, self.first_staging)
         self._phase = _Phase.BETWEEN
         self.step: Step | None = None
         self._batch: Batch | None = None
@@ -149,7 +150,7 @@ class ShadowMap:
             return
         step.index = self._records.find(step.requests)
         self.step, self._batch, self._phase = step, batch, _Phase.FORWARD
-        self._check_writes(step, batch)
+        self._writes.check(step, batch)
         names = np.empty((len(step.position), 3), np.int32)
         names[:, OWNER] = self._records.serial[step.index[step.of_row]]
         names[:, POSITION] = step.position
@@ -219,7 +220,9 @@ class ShadowMap:
         self.findings.rejected += int((step.scheduled - kept).sum())
         self._records.known[step.index] = step.computed + kept
         tables = batch.tables if tables is None else tables
-        durable = self._check_durable(step, tables, batch.slots if slots is None else slots, good)
+        durable = self._writes.check_durable(
+            step, tables, batch.slots if slots is None else slots, good
+        )
         self._records.note_pages(step, tables, self.names)
         kept_slots = durable[:, good].ravel()
         for _, target in moved:
@@ -245,61 +248,3 @@ class ShadowMap:
     def report(self, kind: Kind, count: int = 1, **place: int | str) -> None:
         """Count a violation that somebody else has found; its place is that of a `Violation`."""
         self._reporter.report(kind, count, **place)
-
-    def _check_writes(self, step: Step, batch: Batch) -> None:
-        """Check the step's slots; those that the cache does not have go to the null page's first."""
-        size, names, offend = self.page_size, self.names, self._reporter.offend
-        slots, index = step.written, step.index[step.of_row]
-        named = self._named(step, batch.tables)
-        self.findings.rows_checked += slots.size
-        offend(step, Kind.NULL_WRITE, slots, slots < size)
-        offend(step, Kind.OUTSIDE, slots, slots >= len(names.rows))
-        offend(step, Kind.DISAGREE, slots, slots != named)
-        slots = step.written = np.where((slots < 0) | (slots >= len(names.rows)), 0, slots)
-        ordered = np.sort(slots, axis=None)
-        if (ordered[1:] == ordered[:-1]).any():
-            _, inverse, count = np.unique(slots, return_inverse=True, return_counts=True)
-            offend(step, Kind.DOUBLE_WRITE, slots, count[inverse].reshape(slots.shape) > 1)
-        page = slots // size
-        durable = page < self.first_staging
-        mine = self._records.pages[:, index, step.position // size] == page
-        offend(step, Kind.SHARED_WRITE, slots, durable & (names.users[page] > mine))
-        below = step.position < self._records.known[index]
-        offend(step, Kind.OVERWRITTEN, slots, durable & mine & names.accepted[slots] & below)
-
-    def _check_durable(
-        self,
-        step: Step,
-        tables: Sequence[IntArray],
-        mappings: Sequence[IntArray],
-        good: NDArray[np.bool_],
-    ) -> Ints:
-        """Compare the names in the durable pages with acceptance; return the durable slots."""
-        names, offend = self.names, self._reporter.offend
-        slots = self._named(step, tables)
-        end = self.first_staging * self.page_size
-        mapping = np.stack([mapping[: len(step.position)] for mapping in mappings])
-        staging = (slots >= end) | (mapping >= end)
-        offend(step, Kind.NOT_RESTORED, slots, staging)
-        outside = (slots < 0) | (slots >= len(names.rows))
-        offend(step, Kind.OUTSIDE, slots, outside)
-        slots = np.where(outside, 0, slots)
-        found = names.rows[slots]
-        here = (
-            (found[..., OWNER] == self._records.serial[step.index[step.of_row]])
-            & (found[..., POSITION] == step.position)
-            & (found[..., STEP] == self.findings.steps)
-        )
-        self.findings.rows_checked += slots.size
-        offend(step, Kind.ROW_LOST, slots, good & ~here)
-        offend(step, Kind.REJECTED_IN_DURABLE, slots, ~good & here & ~staging)
-        names.accepted[slots[good & here]] = True
-        names.accepted[step.written[:, good]] = True
-        return slots
-
-    def _named(self, step: Step, tables: Sequence[IntArray]) -> Ints:
-        """Return the slots that the tables name for the step's rows, ``[groups, rows]``."""
-        column, offset = np.divmod(step.position, self.page_size)
-        pages = np.stack([table[step.of_row, column] for table in tables]).astype(np.int64)
-        slots: Ints = pages * self.page_size + offset
-        return slots

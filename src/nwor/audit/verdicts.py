@@ -11,6 +11,7 @@ from nwor.audit.findings import Findings
 from nwor.audit.level import AuditLevel
 
 INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6")
+_COUNTS = ("rejected", "rows_checked", "adopted", "preempted", "drafts", "steps", "final_rows")
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Report:
         findings: the staged run's.
         control: the control's, None if it was not asked for.
         same_tokens: both gave the same answers, None without control.
+        not_exercised: why the workload did not do what it is for; empty if it did.
     """
 
     workload: str
@@ -29,6 +31,7 @@ class Report:
     control: Findings | None = None
     same_tokens: bool | None = None
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    not_exercised: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def _exercised(
     """Say whether an invariant was put to the test, and how."""
     total: Counter[str] = Counter()
     for report in reports:
-        for count in ("rejected", "rows_checked", "adopted", "drafts", "steps", "final_rows"):
+        for count in _COUNTS:
             total[count] += getattr(report.findings, count)
     match name:
         case "I1":
@@ -107,6 +110,8 @@ def _exercised(
             done = compared > 0
         case _:
             done, text = total["steps"] > 0, f"staging pages followed over {total['steps']} steps"
+            if total["preempted"]:
+                text += f", preemptions: {total['preempted']}"
     return done, text
 
 
@@ -133,6 +138,7 @@ def report_dict(report: Report) -> dict[str, Any]:
     return {
         "workload": report.workload,
         "same_tokens": report.same_tokens,
+        "not_exercised": report.not_exercised or None,
         "staged": _findings_dict(report.findings),
         "control": None if report.control is None else _findings_dict(report.control),
     }

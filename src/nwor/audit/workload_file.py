@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nwor.audit.workloads import WORKLOADS, Job
+from nwor.audit.workloads import WORKLOADS, Job, Workload
 from nwor.errors import InputError
 
 _LEAST = {"max_tokens": 1, "stop_at": 0, "abort_after": 0, "arrive": 0}
 
 
-def find(name: str) -> tuple[Job, ...]:
+def find(name: str) -> Workload:
     """Return the built-in workload called `name`, or read that file.
 
     A file holds a JSON list of objects, or one object a line: ``prompt`` (text), and if wanted
@@ -31,7 +31,7 @@ def find(name: str) -> tuple[Job, ...]:
     jobs = tuple(_job(where, value) for where, value in _values(path))
     if not jobs:
         raise InputError(f"{name} holds no prompts")
-    return jobs
+    return Workload(jobs)
 
 
 def _values(path: Path) -> list[tuple[str, object]]:

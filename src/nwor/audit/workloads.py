@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nwor.errors import InputError
@@ -41,17 +41,66 @@ class Job:
     stop: int = 0
 
 
-WORKLOADS: dict[str, tuple[Job, ...]] = {
-    "repetitive": tuple(Job(text) for text in (LIST, FACTS, ROWS, LIST[:30])),
-    "code": (Job(CODE, 48), Job(CODE * 2, 48)),
-    "ragged": tuple(
-        Job(text, 8 + 9 * i, arrive=3 * i) for i, text in enumerate((CODE, LIST, FACTS, ROWS))
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that run together, and what they are for.
+
+    Attributes:
+        about: what it exercises.
+        absent: by engine, why it does not run there.
+        remarks: by engine, what is not exercised there although it runs.
+        scarce: pages per cache group that all requests get together, fewer than they need, so that the
+            scheduler has to preempt some; 0 for as many as there are.
+    """
+
+    jobs: tuple[Job, ...]
+    about: str = ""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    scarce: int = 0
+
+
+WORKLOADS: dict[str, Workload] = {
+    "repetitive": Workload(
+        tuple(Job(text) for text in (LIST, FACTS, ROWS, LIST[:30])),
+        "text that repeats: many drafts accepted",
     ),
-    "long": (Job(FACTS, 24, 900), Job(CODE, 24, 640)),
-    "edges": tuple(Job(LIST, 24, PAGE + shift) for shift in (-5, -4, -1, 0)),
-    "stops": (Job(LIST, 40, stop=17), Job(CODE, 11), Job(FACTS, 40, stop=9)),
-    "aborts": (Job(LIST, 40, abort=6), Job(CODE, 40, abort=9), Job(FACTS, 40)),
-    "prefixes": tuple(Job(FACTS, 24, 2 * PAGE + 9 * i, arrive=2 * i) for i in range(3)),
+    "code": Workload((Job(CODE, 48), Job(CODE * 2, 48)), "source code, longer answers"),
+    "ragged": Workload(
+        tuple(
+            Job(text, 8 + 9 * i, arrive=3 * i) for i, text in enumerate((CODE, LIST, FACTS, ROWS))
+        ),
+        "requests that come and go at different steps",
+    ),
+    "long": Workload(
+        (Job(FACTS, 24, 900), Job(CODE, 24, 640)),
+        "prompts of 640 and 900 tokens",
+    ),
+    "edges": Workload(
+        tuple(Job(LIST, 24, PAGE + shift) for shift in (-5, -4, -1, 0)),
+        "drafts before, at and across the edge of a page",
+    ),
+    "stops": Workload(
+        (Job(LIST, 40, stop=17), Job(CODE, 11), Job(FACTS, 40, stop=9)),
+        "stops inside a run of accepted drafts",
+    ),
+    "aborts": Workload(
+        (Job(LIST, 40, abort=6), Job(CODE, 40, abort=9), Job(FACTS, 40)),
+        "requests aborted while others go on",
+    ),
+    "prefixes": Workload(
+        tuple(Job(FACTS, 24, 2 * PAGE + 9 * i, arrive=2 * i) for i in range(3)),
+        "prompts that begin alike, so pages are shared",
+        remarks={"transformers": "shares no pages, so I3 does not apply"},
+    ),
+    "preemption": Workload(
+        tuple(Job(text, 40, PAGE - 20) for text in (LIST, CODE, FACTS)),
+        "too few pages: requests preempted and resumed",
+        absent={
+            "transformers": "an admitted request has room for all its rows: nobody is preempted"
+        },
+        scarce=4,  # three prompts fit, each in a page; the answers need two
+    ),
 }
 """By name. Prompts of one text and different lengths share a prefix."""
 

@@ -2,6 +2,7 @@
 
     nwor audit [--engine vllm|transformers] --model PATH [--level bytes] [--control]
                [--workload NAME ...] [--json OUT]
+    nwor audit --list-workloads
 
 Exit code 0: every invariant that applies was put to the test and held. 1: one was broken. 3: none
 was broken, but not all were put to the test; the table says what is missing.
@@ -22,13 +23,13 @@ from typing import Any, Protocol
 from nwor.audit import AuditLevel, Kind
 from nwor.audit.verdicts import Report, Verdict, report_dict, verdict_dict, verdicts
 from nwor.audit.workload_file import find
-from nwor.audit.workloads import PAGE, WORKLOADS, Job
+from nwor.audit.workloads import PAGE, WORKLOADS, Workload
+from nwor.cli.workload_list import ENGINES, ListWorkloads
 from nwor.errors import InputError
+from nwor.output_file import check_writable, save
 
 BROKEN, INCOMPLETE = 1, 3
 WIDTH = 80
-ENGINES = {"vllm": ("vllm", "vllm"), "transformers": ("transformers", "engine")}
-"""By name: the module it needs, the extra that installs it. The first one installed is the default."""
 
 _EXAMPLES = """examples:
   nwor audit --model ./gemma-3-270m --control
@@ -84,6 +85,11 @@ def add(commands: Any) -> None:  # noqa: ANN401 - argparse does not name its typ
         default="metadata",
         help="bytes also compares all durable pages in every step (default: %(default)s)",
     )
+    parser.add_argument(
+        "--list-workloads",
+        action=ListWorkloads,
+        help="say what each workload exercises and where it runs, and exit",
+    )
     parser.add_argument("--control", action="store_true", help="run without nwor too")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the findings here")
     parser.set_defaults(run=run)
@@ -93,17 +99,25 @@ def run(args: argparse.Namespace) -> int:
     """Run the audit.
 
     Raises:
-        InputError: an unknown workload, or an engine that is unknown, not installed or not served.
+        InputError: an unknown workload, an engine that is unknown, not installed or not served, or a
+            file for the findings that cannot be written.
     """
-    workloads = {name: find(name) for name in args.workload}
+    asked = {name: find(name) for name in args.workload}
     if not 1 <= args.num_draft_tokens < PAGE:
         raise InputError(f"--num-draft-tokens is {args.num_draft_tokens}, allowed: 1 to {PAGE - 1}")
+    if args.json is not None:
+        check_writable(args.json, "--json")
     engine = _engine(args.engine)
+    workloads = {name: each for name, each in asked.items() if engine not in each.absent}
+    absent = {name: each.absent[engine] for name, each in asked.items() if engine in each.absent}
+    if not workloads:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise InputError(f"nothing to run on {engine}. {reasons}. See --list-workloads")
     level = AuditLevel(args.level)
     audit = _start(engine, args, level)
     reports = list(_reports(audit, workloads, control=args.control))
     judged = verdicts(reports, level, shares=audit.shares)
-    sys.stdout.write(table(reports, judged, audit.control))
+    sys.stdout.write(table(reports, judged, audit.control, absent))
     if args.json is not None:
         found = {
             "engine": engine,
@@ -114,11 +128,13 @@ def run(args: argparse.Namespace) -> int:
             "control": audit.control if args.control else None,
             "verdicts": [verdict_dict(verdict) for verdict in judged],
             "workloads": [report_dict(report) for report in reports],
+            "absent": absent,
         }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save(args.json, "--json", json.dumps(found, indent=1) + "\n")
     if any(verdict.held is False for verdict in judged):
         return BROKEN
-    return 0 if all(verdict.held for verdict in judged if verdict.applies) else INCOMPLETE
+    done = all(verdict.held for verdict in judged if verdict.applies)
+    return 0 if done and not any(report.not_exercised for report in reports) else INCOMPLETE
 
 
 class Audit(Protocol):
@@ -134,7 +150,7 @@ class Audit(Protocol):
     runner: str | None
     shares: bool
 
-    def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
+    def run(self, name: str, workload: Workload, *, control: bool) -> Report:
         """Run one workload."""
 
 
@@ -162,13 +178,11 @@ def _start(engine: str, args: argparse.Namespace, level: AuditLevel) -> Audit:
     return EngineAudit(args.model, level=level, **options)
 
 
-def _reports(
-    audit: Audit, workloads: Mapping[str, Sequence[Job]], *, control: bool
-) -> Iterator[Report]:
+def _reports(audit: Audit, workloads: Mapping[str, Workload], *, control: bool) -> Iterator[Report]:
     """Run the workloads, saying on stderr how far it is."""
-    for number, (name, jobs) in enumerate(workloads.items(), 1):
+    for number, (name, workload) in enumerate(workloads.items(), 1):
         _say(f"workload {number} of {len(workloads)}: {name}")
-        yield audit.run(Path(name).stem, jobs, control=control)
+        yield audit.run(Path(name).stem, workload, control=control)
     _say("done")
 
 
@@ -179,7 +193,12 @@ def _say(text: str) -> None:
     sys.stderr.write(f"nwor audit: {time.monotonic() - _BEGAN:4.0f} s  {text}\n")
 
 
-def table(reports: Sequence[Report], judged: Sequence[Verdict], control: str) -> str:
+def table(
+    reports: Sequence[Report],
+    judged: Sequence[Verdict],
+    control: str,
+    absent: Mapping[str, str],
+) -> str:
     """Lay out what was run and what follows from it, in 80 columns."""
     lines = ["", "workload      steps  drafts  rejected  rows checked  violations  left behind"]
     for report in reports:
@@ -190,6 +209,12 @@ def table(reports: Sequence[Report], judged: Sequence[Verdict], control: str) ->
             f"{found.rows_checked:12d}  {sum(found.counts.values()):10d}  {behind:>11s}"
         )
     lines.append("")
+    left_out = {name: f"does not apply: {reason}" for name, reason in absent.items()}
+    for report in reports:
+        if report.not_exercised:
+            left_out[report.workload] = f"not exercised: {report.not_exercised}"
+    for name, reason in left_out.items():
+        lines += [*_wrapped(f"{name:12s}  {reason}", " " * 14), ""]
     if any(report.control for report in reports):
         rows, per = _behind(reports)
         text = (

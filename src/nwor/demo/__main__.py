@@ -17,6 +17,7 @@ from nwor.demo.prompts import ALL
 from nwor.demo.report import tables, write_page
 from nwor.engine import Loaded, load
 from nwor.errors import InputError
+from nwor.output_file import check_writable, save
 
 _LOG_WIDTH = 150
 
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
+    check_writable(args.page, "--page")
     loaded = _loaded(args.dtype, console)
     console.print(
         f"\nEach prompt is continued by {args.max_new_tokens} tokens, greedily, in {args.dtype}, on "
@@ -61,7 +63,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             )  # fmt: skip
     for part in tables(comparisons, console.width):
         console.print(part)
-    args.page.write_text(write_page(comparisons, args.dtype), encoding="utf-8")
+    save(args.page, "--page", write_page(comparisons, args.dtype))
     console.print(f"Report with texts and plots: {args.page}")
     different = [c.name for c in comparisons if not c.identical]
     if different:

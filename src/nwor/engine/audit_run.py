@@ -13,6 +13,7 @@ from nwor.audit.verdicts import Report
 from nwor.audit.workloads import (
     MAX_BATCH,
     Job,
+    Workload,
     prompt_ids,
     stop_tokens,
 )
@@ -136,8 +137,9 @@ class EngineAudit:
             )
         return make_drafter(self._drafter, self._loaded, self._dtype)
 
-    def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
+    def run(self, name: str, workload: Workload, *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) written through."""
+        jobs = workload.jobs
         nowhere = [None] * len(jobs)
         stops = stop_tokens(jobs, lambda jobs: self._written_through(jobs, nowhere)[0])
         tokens, findings = self._once(Mode.STAGE, jobs, stops, self._level)

@@ -36,7 +36,7 @@ from nwor.vllm.geometry import CacheGroup, cache_groups
 
 logger = logging.getLogger("vllm.nwor")
 
-ATTRIBUTE = "nwor_audit"
+AUDIT_ATTRIBUTE = "nwor_audit"
 """Name under which a runner carries its `RunnerAudit`."""
 
 REJECTED = -1
@@ -171,10 +171,12 @@ class RunnerAudit:
         if self.keep_final:  # their pages may be another's now, but nobody has written to them
             for request in scheduler_output.finished_req_ids:
                 self._keep(request)
+        preempted = scheduler_output.preempted_req_ids or ()
+        self.findings.preempted += len(preempted)
         self.shadow.freed(
             (
                 *scheduler_output.finished_req_ids,
-                *(scheduler_output.preempted_req_ids or ()),
+                *preempted,
                 *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
             )
         )
@@ -270,13 +272,13 @@ def attach_audit(runner: Any, make: Callable[[], RunnerAudit]) -> None:  # noqa:
         logger.error("nwor audit: this worker is not audited: %s", error)  # noqa: TRY400
         return
     audit.install()
-    setattr(runner, ATTRIBUTE, audit)
+    setattr(runner, AUDIT_ATTRIBUTE, audit)
     logger.info("nwor audit: watching, level %s", audit.level.value)
 
 
 def audit_of(runner: Any) -> RunnerAudit | None:  # noqa: ANN401 - GPUModelRunner
     """Return the runner's audit, if it has one."""
-    return getattr(runner, ATTRIBUTE, None)
+    return getattr(runner, AUDIT_ATTRIBUTE, None)
 
 
 def _window(runner: Any, group: CacheGroup[Any]) -> int | None:  # noqa: ANN401 - GPUModelRunner

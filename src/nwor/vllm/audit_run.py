@@ -20,6 +20,7 @@ from nwor.audit.workloads import (
     MAX_LENGTH,
     PAGE,
     Job,
+    Workload,
     prompt_ids,
     stop_tokens,
     undisturbed,
@@ -128,16 +129,19 @@ class VllmAudit:
         self._audit = served_audit(self._runner, self._scheduler)
         self.runner = "v2" if core.vllm_config.use_v2_model_runner else "v1"
 
-    def run(self, name: str, jobs: Sequence[Job], *, control: bool) -> Report:
+    def run(self, name: str, workload: Workload, *, control: bool) -> Report:
         """Run one workload, staged and (with `control`) stock."""
+        jobs = workload.jobs
         nowhere = [None] * len(jobs)
         stops = stop_tokens(jobs, lambda jobs: self._stock(jobs, nowhere)[0])
-        tokens, findings = self._once(Mode.STAGE, jobs, stops)
+        tokens, findings = self._once(Mode.STAGE, jobs, stops, workload.scarce)
         if self._level is AuditLevel.BYTES:
             self._compare_final(jobs, findings)
         report = Report(name, findings, tokens=tokens)
+        if workload.scarce and not findings.preempted:
+            report.not_exercised = "no request was preempted"
         if control:
-            stock, report.control = self._stock(jobs, stops)
+            stock, report.control = self._stock(jobs, stops, workload.scarce)
             report.same_tokens = stock == tokens
         return report
 
@@ -173,25 +177,40 @@ class VllmAudit:
             seams.unwrap_method(self._scheduler, seams.DRAFTS)
 
     def _stock(
-        self, jobs: Sequence[Job], stops: Sequence[int | None]
+        self, jobs: Sequence[Job], stops: Sequence[int | None], scarce: int = 0
     ) -> tuple[dict[str, list[int]], Findings]:
         with unlogged(logger):
-            return self._once(Mode.OFF, jobs, stops)
+            return self._once(Mode.OFF, jobs, stops, scarce)
 
     def _once(
-        self, mode: Mode, jobs: Sequence[Job], stops: Sequence[int | None]
+        self, mode: Mode, jobs: Sequence[Job], stops: Sequence[int | None], scarce: int = 0
     ) -> tuple[dict[str, list[int]], Findings]:
-        from vllm import SamplingParams  # noqa: PLC0415 - as above
-
-        engine = self.llm.llm_engine
         self.llm.reset_prefix_cache()
         self._runner.nwor.set_mode(mode)
         self._audit.watch(self._level)
         self._audit.keep_final, self._audit.final = self._level is AuditLevel.BYTES, {}
+        self._prompts = [prompt_ids(job, self.llm.get_tokenizer()) for job in jobs]
+        with self._only(scarce):
+            answers = self._answers(jobs, stops)
+        return answers, self._audit.findings
+
+    @contextmanager
+    def _only(self, pages: int) -> Iterator[None]:
+        """Keep all free pages but so many per cache group from requests, as another tenant would."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        left = pages * len(self._scheduler.kv_cache_config.kv_cache_groups)
+        held = pool.get_new_blocks(max(pool.get_num_free_blocks() - left, 0)) if pages else []
+        try:
+            yield
+        finally:
+            pool.free_blocks(held)
+
+    def _answers(self, jobs: Sequence[Job], stops: Sequence[int | None]) -> dict[str, list[int]]:
+        from vllm import SamplingParams  # noqa: PLC0415 - as above
+
+        engine = self.llm.llm_engine
         waiting = dict(enumerate(jobs))
         answers: dict[str, list[int]] = {}
-        tokenizer = self.llm.get_tokenizer()
-        self._prompts = [prompt_ids(job, tokenizer) for job in jobs]
         self._emitted: dict[str, list[int]] = {str(i): [] for i in waiting}  # of aborted ones too
         step = 0
         while waiting or engine.has_unfinished_requests():
@@ -211,7 +230,7 @@ class VllmAudit:
                     answers[output.request_id] = self._emitted[output.request_id]
             step += 1
         engine.step()  # tells the worker that all have finished
-        return answers, self._audit.findings
+        return answers
 
 
 def served_audit(runner: Any, scheduler: Any) -> RunnerAudit:  # noqa: ANN401 - vLLM's

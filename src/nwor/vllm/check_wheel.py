@@ -7,7 +7,7 @@ more than the ledger names, and the table says what; it may *require* more only 
 passes it on (`Seam.strict`). Nothing of the wheel is imported or executed. A
 symbol that passes is *there with these parameters*, not known to behave; `CHECKED_VERSIONS` lists
 the releases that nwor's tests ran on. Exit code 0: all as the ledger says, 1: some are not,
-2: there is nothing to check (no such release, no network, no wheel).
+2: there is nothing to check (no such release, no network, no wheel), or OUT cannot be written.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nwor.errors import InputError
+from nwor.output_file import check_writable, save
 from nwor.vllm.remote_wheel import find_published, open_published
 from nwor.vllm.seams import LEDGER, Seam, SeamError, check_parameters
 
@@ -175,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table of the whole ledger, V1's and V2's."""
     options = _parser().parse_args(arguments)
     try:
+        if options.json is not None:
+            check_writable(options.json, "--json")
         source = (
             WheelSource(options.wheel)
             if options.wheel is not None
@@ -182,15 +185,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         wrong = check_wheel(source, LEDGER)
         _report(source, LEDGER, wrong)
+        if options.json is not None:
+            result = {
+                "vllm": source.version(),
+                "seams": {seam.path: wrong.get(seam.path) for seam in LEDGER},
+            }
+            save(options.json, "--json", json.dumps(result, indent=2) + "\n")
     except InputError as error:
         sys.stderr.write(f"check_wheel: {error}\n")
         return 2
-    if options.json:
-        result = {
-            "vllm": source.version(),
-            "seams": {seam.path: wrong.get(seam.path) for seam in LEDGER},
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
     return int(bool(wrong))
 
 

@@ -22,7 +22,7 @@ from nwor.vllm.eligibility import (
 from nwor.vllm.seams import check_seams, seams_of
 from nwor.vllm.settings import Settings
 
-ATTRIBUTE = "nwor"
+RESERVATION_ATTRIBUTE = "nwor"
 """Name under which a `KVCacheConfig` carries its `Reservation`."""
 
 SHARE = 8

@@ -20,7 +20,7 @@ from nwor.audit import AuditLevel
 from nwor.errors import InputError
 from nwor.manager import Mode
 from nwor.vllm import seams
-from nwor.vllm.reservation import ATTRIBUTE, Reservation, replace_blocks, reserve
+from nwor.vllm.reservation import RESERVATION_ATTRIBUTE, Reservation, replace_blocks, reserve
 from nwor.vllm.settings import Settings, read_settings
 
 logger = logging.getLogger("vllm.nwor")
@@ -32,7 +32,7 @@ class EngineRefusedError(InputError):
 
 def reservation_of(cache: Any) -> Reservation | None:  # noqa: ANN401 - KVCacheConfig
     """Return what the engine core decided, None for an engine without speculation."""
-    return getattr(cache, ATTRIBUTE, None)
+    return getattr(cache, RESERVATION_ATTRIBUTE, None)
 
 
 def hook_core() -> None:
@@ -68,7 +68,7 @@ def hook_core() -> None:
             if reservation is None:
                 return config
             config = replace_blocks(config, config.num_blocks - reservation.num_pages)
-            setattr(config, ATTRIBUTE, reservation)
+            setattr(config, RESERVATION_ATTRIBUTE, reservation)
             return config
 
         return generate_scheduler_kv_cache_config
@@ -83,7 +83,7 @@ def _attach(settings: Settings, config: Any, caches: Sequence[Any]) -> None:  # 
         reasons = "; ".join(map(str, reservation.refusals))
         raise EngineRefusedError(f"NWOR_STRICT=1 and nwor cannot serve this engine: {reasons}")
     for cache in caches:
-        setattr(cache, ATTRIBUTE, reservation)
+        setattr(cache, RESERVATION_ATTRIBUTE, reservation)
     _banner(reservation, caches[0])
     if not reservation.refusals and config.device_config.device_type == "cuda":
         logger.warning(

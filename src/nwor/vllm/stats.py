@@ -16,7 +16,9 @@ from typing import Any
 from nwor.vllm import seams
 from nwor.vllm.reservation import Reservation
 
-ATTRIBUTE = "nwor_stats"
+SAMPLE_ATTRIBUTE = "nwor_stats"
+"""Name under which a runner's output carries its `Sample`."""
+
 KEY = "nwor"
 
 Sample = dict[str, Any]
@@ -79,7 +81,7 @@ def merged(*samples: Sample | None) -> Sample | None:
 
 def attach_sample(output: Any, sample: Sample) -> None:  # noqa: ANN401 - ModelRunnerOutput
     """Let a step's output carry a sample to the engine core."""
-    setattr(output, ATTRIBUTE, sample)
+    setattr(output, SAMPLE_ATTRIBUTE, sample)
 
 
 def hook_update(scheduler: Any, reservation: Reservation) -> None:  # noqa: ANN401 - vLLM's Scheduler
@@ -96,7 +98,7 @@ def hook_update(scheduler: Any, reservation: Reservation) -> None:  # noqa: ANN4
             **kwargs: Any,  # noqa: ANN401
         ) -> Any:  # noqa: ANN401
             outputs = original(scheduler_output, model_runner_output, *args, **kwargs)
-            sample = getattr(model_runner_output, ATTRIBUTE, None)
+            sample = getattr(model_runner_output, SAMPLE_ATTRIBUTE, None)
             if sample:
                 merge(pending, sample)
             if pending:

@@ -27,7 +27,7 @@ from nwor.vllm.stats import Increments, attach_sample, merged
 
 logger = logging.getLogger("vllm.nwor")
 
-ATTRIBUTE = "nwor"
+WINDOWS_ATTRIBUTE = "nwor"
 """Name under which a runner carries its `RunnerWindows`."""
 
 Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -246,5 +246,5 @@ def attach(
         logger.error("nwor: rows are written through on this worker: %s", error)  # noqa: TRY400
         attached = windows(runner, reservation, None)
         attached.fallbacks[error.refusal.reason] += 1
-    setattr(runner, ATTRIBUTE, attached)
+    setattr(runner, WINDOWS_ATTRIBUTE, attached)
     attached.set_mode(reservation.settings.mode)

@@ -36,7 +36,7 @@ def audit(models: Models, out: Path, *options: str, program: str = "") -> tuple[
 
 def test_every_invariant_is_put_to_the_test_and_holds(models: Models, tmp_path: Path) -> None:
     """Bytes, final rows and the stock engine as control included."""
-    options = ("--level", "bytes", "--control", "--workload", "stops", "prefixes", "preemption")
+    options = ("--level", "bytes", "--control", "--workload", "prefixes", "preemption")
     code, table, found = audit(models, tmp_path / "audit.json", *options)
     assert code == 0, table
     assert found["runner"] == "v2"

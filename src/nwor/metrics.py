@@ -123,8 +123,14 @@ class Metrics:
 
     def snapshot(self) -> dict[str, int | dict[str, int]]:
         """Return all counters, JSON-ready; `fallbacks` maps reason to count."""
-        result: dict[str, int | dict[str, int]] = {
-            name: getattr(self, name) for name in self.__slots__ if name != "fallbacks"
+        return {
+            **self.totals(),
+            "fallbacks": {reason.value: n for reason, n in self.fallbacks.items()},
         }
-        result["fallbacks"] = {reason.value: n for reason, n in self.fallbacks.items()}
-        return result
+
+    def totals(self) -> dict[str, int]:
+        """Return all counters but `fallbacks`."""
+        return {name: getattr(self, name) for name in _TOTALS}
+
+
+_TOTALS = tuple(name for name in Metrics.__slots__ if name != "fallbacks")

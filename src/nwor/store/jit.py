@@ -41,10 +41,10 @@ def _bind_view(src: Tensor, dst: Tensor) -> Move:
 def _chunk_move(src: Chunks, dst: Chunks) -> Move:
     words, home = _integers(src.words), _integers(dst.words)
     lanes, home_lanes = src.lanes.numpy(), dst.lanes.numpy()
+    steps = np.array([[side.page_size, side.page_step, side.row_step] for side in (src, dst)])
 
     def move(src_slots: Tensor, dst_slots: Tensor) -> None:
-        take, put = src.rows_of(src_slots).numpy(), dst.rows_of(dst_slots).numpy()
-        _copy_chunks(words, home, lanes, home_lanes, take, put)
+        _copy_chunks(words, home, lanes, home_lanes, steps, src_slots.numpy(), dst_slots.numpy())
 
     return move
 
@@ -82,10 +82,16 @@ def _copy_chunks(  # pragma: no cover - compiled
     dst: Any,  # noqa: ANN401
     src_lanes: Any,  # noqa: ANN401
     dst_lanes: Any,  # noqa: ANN401
-    take: Any,  # noqa: ANN401
-    put: Any,  # noqa: ANN401
+    steps: Any,  # noqa: ANN401 - int64 [2, 3]: page size, chunks per page, chunks per row
+    src_slots: Any,  # noqa: ANN401
+    dst_slots: Any,  # noqa: ANN401
 ) -> int:
-    words, rows, touched = src.shape[1], take.shape[0], 0
+    words, rows, touched = src.shape[1], src_slots.shape[0], 0
+    take, put = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    for i in range(rows):  # `Chunks.rows_of`, without a dispatch for every operation
+        a, b = src_slots[i] // steps[0, 0], dst_slots[i] // steps[1, 0]
+        take[i] = a * steps[0, 1] + (src_slots[i] - a * steps[0, 0]) * steps[0, 2]
+        put[i] = b * steps[1, 1] + (dst_slots[i] - b * steps[1, 0]) * steps[1, 2]
     for lane in range(src_lanes.shape[0]):
         if lane + 1 < src_lanes.shape[0]:
             # Chunks lie far apart, each on a page of its own: start the next lane's page walks and

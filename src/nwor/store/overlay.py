@@ -87,6 +87,7 @@ class Overlay:
         )
         check_room(self.groups, self.pages)
         self._admission = Admission(self.pages)
+        self._always_fits = 1 + min(group.page_size for group in groups)
         self.effects = OverlayEffects(
             groups,
             self.pages,
@@ -187,8 +188,11 @@ class Overlay:
         self.pages.release(request)
 
     def _admit(self, batch: VerifyBatch) -> tuple[VerifyBatch, Ints]:
-        size = self.effects.buffers.page_size[:, None]
-        last = batch.computed + batch.query_lens - 1
-        spans = last // size - batch.computed // size
-        fits = spans.max(0) < PAGES_PER_LEASE
+        if batch.query_lens.max(initial=0) <= self._always_fits:  # wherever it starts
+            fits = np.ones(len(batch.requests), np.bool_)
+        else:
+            size = self.effects.buffers.page_size[:, None]
+            last = batch.computed + batch.query_lens - 1
+            spans = last // size - batch.computed // size
+            fits = spans.max(0) < PAGES_PER_LEASE
         return self._admission.admit(batch, fits, self.metrics, broken=self.effects.broken)

@@ -33,7 +33,7 @@ def plan_window(
     tables: Tables,
     slots: Slots,
     page_size: Ints,
-    even_page: Ints,
+    leases: Ints,
     first_staging: int,
     table_rows: Ints,
     first_rows: Ints,
@@ -47,15 +47,17 @@ def plan_window(
 ) -> tuple[int, int, int]:
     """Fill in `columns` and what follows it; read the tables, change nothing.
 
-    `even_page` is ``[groups, requests]``, each lease's staging page for even logical pages.
+    Staging pages follow from `leases` by the arithmetic of `nwor.store.staging.StagingPages`.
     """
-    for group in range(len(tables)):
+    groups = len(tables)
+    for group in range(groups):
         table, mapping, size = tables[group], slots[group], page_size[group]
         row = 0
         for request in range(len(computed)):
             start, length = computed[request], query_lens[request]
             first, last = start // size, (start + length - 1) // size
             line = table_rows[request]
+            even = first_staging + 2 * (leases[request] * groups + group)
             if line >= table.shape[0] or last >= table.shape[1]:
                 return OUTSIDE_TABLE, group, request
             if first_rows[request] + length > mapping.shape[0]:
@@ -65,7 +67,7 @@ def plan_window(
                 if home < 0 or home >= first_staging:
                     return NOT_DURABLE, group, request
                 columns[group, request, side] = page
-                staging_pages[group, request, side] = even_page[group, request] + page % 2
+                staging_pages[group, request, side] = even + page % 2
                 durable_pages[group, request, side] = home
             for depth in range(length):
                 page, offset = (start + depth) // size, (start + depth) % size

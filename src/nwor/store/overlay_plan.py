@@ -68,7 +68,7 @@ def plan_window(
         buffers.tables,
         buffers.slots,
         buffers.page_size,
-        pages.even_pages(leases),
+        leases,
         pages.first_page,
         batch.table_rows,
         batch.first_rows,

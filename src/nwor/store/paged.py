@@ -145,7 +145,7 @@ def check_counts(batch: _Counts) -> None:
     """
     for name in ("table_rows", "query_lens", "num_drafts"):
         check_length(batch, name)
-    if (batch.num_drafts < 1).any() or (batch.query_lens <= batch.num_drafts).any():
+    if ((batch.num_drafts < 1) | (batch.query_lens <= batch.num_drafts)).any():
         raise RowCountError(
             f"requests need at least one draft and one row more than drafts, got "
             f"{batch.num_drafts.tolist()} drafts in {batch.query_lens.tolist()} rows"

@@ -115,11 +115,6 @@ class StagingPages:
         self.generation[lease] += 1
         self._free.append(lease)
 
-    def even_pages(self, leases: Ints) -> Ints:
-        """Return ``[groups, requests]``: each lease's page for even logical pages."""
-        group = np.arange(self.num_groups)[:, None]
-        return self.first_page + PAGES_PER_LEASE * (leases * self.num_groups + group)
-
     def check_integrity(self) -> None:
         """See that every lease is either free or held by one request, and free ones hold nothing.
 

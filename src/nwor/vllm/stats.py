@@ -10,7 +10,7 @@ connector looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nwor.vllm import seams
@@ -31,31 +31,23 @@ class Increments:
     """Turns running totals into what was added since the last call."""
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+        self._last: Mapping[str, float] = {}
+        self._last_fallbacks: Mapping[str, float] = {}
 
     def since(
-        self, totals: dict[str, float], fallbacks: dict[str, int], **gauges: int
+        self, totals: Mapping[str, float], fallbacks: Mapping[str, float], **gauges: int
     ) -> Sample | None:
         """Return the non-zero increments and the gauges, None if nothing was counted."""
-        flat: dict[str, float] = {
-            **totals,
-            **{f"fallbacks.{reason}": n for reason, n in fallbacks.items()},
-        }
-        added = {
-            name: n - self._last.get(name, 0)
-            for name, n in flat.items()
-            if n != self._last.get(name, 0)
-        }
-        if not added:
+        added = _added(totals, self._last)
+        reasons = _added(fallbacks, self._last_fallbacks)
+        if not added and not reasons:
             return None
-        self._last = flat
-        sample: Sample = {name: n for name, n in added.items() if "." not in name}
-        reasons = {
-            name.removeprefix("fallbacks."): n
-            for name, n in added.items()
-            if name.startswith("fallbacks.")
-        }
-        return {**sample, "fallbacks": reasons, **gauges}
+        self._last, self._last_fallbacks = totals, fallbacks
+        return {**added, "fallbacks": reasons, **gauges}
+
+
+def _added(totals: Mapping[str, float], last: Mapping[str, float]) -> dict[str, float]:
+    return {name: n - last.get(name, 0) for name, n in totals.items() if n != last.get(name, 0)}
 
 
 def merge(into: Sample, sample: Sample) -> None:

@@ -212,19 +212,25 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
     def _take_sample(self) -> dict[str, Any] | None:
         self.collect()
         overlay = self.overlay
-        totals = self.metrics.snapshot()
-        fallbacks = Counter(self.fallbacks)
-        fallbacks.update({str(reason): n for reason, n in self.metrics.fallbacks.items()})
-        fallbacks.update(self.refused())
-        totals.pop("fallbacks")
-        totals["begin_seconds"] = self.begin_seconds  # type: ignore[assignment]
-        totals["commit_seconds"] = self.commit_seconds  # type: ignore[assignment]
         return self._increments.since(
-            totals,  # type: ignore[arg-type]
-            dict(fallbacks),
+            {
+                **self.metrics.totals(),
+                "begin_seconds": self.begin_seconds,
+                "commit_seconds": self.commit_seconds,
+            },
+            self._all_fallbacks(),
             staging_pages_in_use=overlay.pages.pages_in_use if overlay is not None else 0,
             staging_pages=overlay.pages.num_pages if overlay is not None else 0,
         )
+
+    def _all_fallbacks(self) -> dict[str, int]:
+        """Count what was not staged as it should be, by reason; a new dictionary each time."""
+        overlay = self.overlay
+        found = dict(self.fallbacks)
+        for more in (self.metrics.fallbacks, overlay.refused if overlay is not None else {}):
+            for reason, count in more.items():
+                found[str(reason)] = found.get(str(reason), 0) + count
+        return found
 
 
 def attach(

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     workloads = {name: find(name) for name in args.workload}
     if not 1 <= args.num_draft_tokens < PAGE:
         raise InputError(f"--num-draft-tokens is {args.num_draft_tokens}, allowed: 1 to {PAGE - 1}")
-    engine = _engine(args.engine)
+    engine = installed_engine(args.engine)
     level = AuditLevel(args.level)
     audit = _start(engine, args, level)
     reports = list(_reports(audit, workloads, control=args.control))
@@ -135,7 +135,7 @@ class Audit(Protocol):
         """Run one workload."""
 
 
-def _engine(name: str | None) -> str:
+def installed_engine(name: str | None) -> str:
     """Return the engine that was asked for, or the first one that is installed."""
     installed = [each for each, (module, _) in ENGINES.items() if importlib.util.find_spec(module)]
     if name is None:

@@ -152,7 +152,9 @@ class Ledger:
         totals = self.totals
         totals.drafted, totals.accepted = metrics.staged, metrics.committed
         totals.rejected = metrics.rejected
-        self.require(Check.STAGED, (metrics.flushed, metrics.cancelled), (0, 0), "flushed, cancelled")
+        self.require(
+            Check.STAGED, (metrics.flushed, metrics.cancelled), (0, 0), "flushed, cancelled"
+        )
         counted = metrics.committed + metrics.rejected
         self.require(Check.COUNTERS, metrics.staged, counted, "staged against committed + rejected")
         self.require(Check.COUNTERS, metrics.staged, findings.drafts, "staged against the audit's")

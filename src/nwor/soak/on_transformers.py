@@ -103,7 +103,9 @@ class TransformersSoak:
     }
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)  # tiny layers are faster on one, and results do not depend on cores
+        torch.set_num_threads(
+            1
+        )  # tiny layers are faster on one, and results do not depend on cores
         self._model = tiny_model(MODEL)
         self._drafter = TrafficDrafter()
         self._engine: WatchedEngine | None = None
@@ -139,7 +141,8 @@ class TransformersSoak:
                     break
         for visit in wave.visits:
             ledger.answered(visit, answers[visit.index], aborted=visit.index not in finished)
-        engine.check_idle(wave)
+        if not ledger.violations:
+            engine.check_idle(wave)
 
     def _started(self) -> WatchedEngine:
         """Start the engine when it is first needed: the model writes texts before it belongs to it."""

@@ -118,35 +118,21 @@ class VllmSoak:
 
     def run(self, wave: Wave, traffic: Traffic, ledger: Ledger) -> None:
         """Run a wave."""
-        engine = self._llm.llm_engine
         if wave.fresh:
-            ledger.require(Check.RETURNED, self._llm.reset_prefix_cache(), True, "cache emptied")
-        visits = {f"{wave.number}.{visit.index}": visit for visit in wave.visits}
+            emptied = self._llm.reset_prefix_cache()
+            ledger.require(Check.RETURNED, [emptied], [True], "cache emptied")
+        guests = _Guests(self._llm.llm_engine, wave, ledger)
         TrafficDrafter.draft = lambda name, position, limit: traffic.draft(
-            wave.number, visits[name.rsplit("-", 1)[0]], position, limit
+            wave.number, guests.visits[name.rsplit("-", 1)[0]], position, limit
         )
-        waiting, running = dict(visits), dict[str, Visit]()
-        answers: dict[str, list[int]] = {name: [] for name in visits}
-        while (waiting or engine.has_unfinished_requests()) and not ledger.violations:
-            step = ledger.step_of_wave
-            for name in [n for n, visit in waiting.items() if visit.arrive <= step]:
-                running[name] = waiting.pop(name)
-                engine.add_request(name, *_request(running[name]))
-            for name in _leaving(wave, running, step):
-                engine.abort_request([name])
-                ledger.answered(running.pop(name), answers[name], aborted=True)
-            if 0 < wave.leave <= step:
-                for name in list(waiting):
-                    ledger.answered(waiting.pop(name), [], aborted=True)
-            for output in engine.step():
-                answers[output.request_id] = list(output.outputs[0].token_ids)
-                if output.finished:
-                    visit = running.pop(output.request_id)
-                    ledger.answered(visit, answers[output.request_id], aborted=False)
+        while guests.any and not ledger.violations:
+            guests.come_and_go()
+            guests.step()
             if ledger.step():
                 self.check(ledger)
-        engine.step()  # tells the worker that all have finished
-        self.check_idle(ledger)
+        if not ledger.violations:
+            self._llm.llm_engine.step()  # tells the worker that all have finished
+            self.check_idle(ledger)
 
     # -- integrity -------------------------------------------------------------------------------
 
@@ -215,6 +201,55 @@ class VllmSoak:
         self._folder.cleanup()
 
 
+class _Guests:
+    """The requests of a wave: who still waits, who runs, what was said so far.
+
+    Args:
+        engine: vLLM's ``LLMEngine``.
+        wave: the wave.
+        ledger: hears of every answer.
+
+    Attributes:
+        visits: all requests, by name.
+    """
+
+    def __init__(self, engine: Any, wave: Wave, ledger: Ledger) -> None:  # noqa: ANN401
+        self._engine, self._wave, self._ledger = engine, wave, ledger
+        self.visits = {f"{wave.number}.{visit.index}": visit for visit in wave.visits}
+        self._waiting = dict(self.visits)
+        self._running: dict[str, Visit] = {}
+        self._answers: dict[str, list[int]] = {name: [] for name in self.visits}
+
+    @property
+    def any(self) -> bool:
+        """Whether anybody waits or runs."""
+        return bool(self._waiting) or self._engine.has_unfinished_requests()
+
+    def come_and_go(self) -> None:
+        """Before a step: send the requests that are due, abort those whose time has come."""
+        step = self._ledger.step_of_wave
+        for name in [n for n, visit in self._waiting.items() if visit.arrive <= step]:
+            visit = self._running[name] = self._waiting.pop(name)
+            self._engine.add_request(name, *_request(visit))
+        everybody = 0 < self._wave.leave <= step
+        for name, visit in list(self._running.items()):
+            if everybody or 0 < visit.abort <= step:
+                self._engine.abort_request([name])
+                self._end(self._running, name, aborted=True)
+        for name in list(self._waiting) if everybody else ():
+            self._end(self._waiting, name, aborted=True)
+
+    def step(self) -> None:
+        """Run an engine step."""
+        for output in self._engine.step():
+            self._answers[output.request_id] = list(output.outputs[0].token_ids)
+            if output.finished:
+                self._end(self._running, output.request_id, aborted=False)
+
+    def _end(self, group: dict[str, Visit], name: str, *, aborted: bool) -> None:
+        self._ledger.answered(group.pop(name), self._answers[name], aborted=aborted)
+
+
 def _start(model: str) -> Any:  # noqa: ANN401 - vllm.LLM
     os.environ.update(
         NWOR_MODE="stage",
@@ -259,9 +294,3 @@ def _request(visit: Visit) -> tuple[Any, Any]:
 
     params = SamplingParams(temperature=0, max_tokens=visit.tokens, ignore_eos=True)
     return {"prompt_token_ids": visit.prompt}, params
-
-
-def _leaving(wave: Wave, running: dict[str, Visit], step: int) -> list[str]:
-    """Return the requests that are aborted before a step."""
-    everybody = 0 < wave.leave <= step
-    return [n for n, visit in running.items() if everybody or 0 < visit.abort <= step]

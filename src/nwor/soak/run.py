@@ -10,15 +10,15 @@ from nwor.soak.traffic import Traffic, Wave
 
 
 class SoakEngine(Protocol):
-    """An engine on a tiny model that looks at its own books.
+    """An engine on a tiny model that looks at its own books."""
 
-    Attributes:
-        settings: sizes, for the record.
-        impossible: by what a soak counts, why this engine never does it.
-    """
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Sizes, for the record."""
 
-    settings: Mapping[str, object]
-    impossible: Mapping[str, str]
+    @property
+    def impossible(self) -> Mapping[str, str]:
+        """By what a soak counts, why this engine never does it."""
 
     def traffic(self, seed: int) -> Traffic:
         """Return traffic that fits the engine's model."""

@@ -6,6 +6,7 @@ after any beginning of such a text is its rest, so one text gives the right answ
 
 from __future__ import annotations
 
+import importlib
 import random
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ FIRST = len(SPECIAL)
 _CLEAR = 1e-3
 """Least distance of the best logit to the second: above any rounding by another batch shape."""
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": len(VOCAB),
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -41,43 +42,42 @@ def tiny_model(name: str) -> Any:  # noqa: ANN401 - a transformers model
     ``gemma3`` has 6 layers, windows of 48 but in every third one, and says the same token for ever,
     since its output is its embedding; ``gemma3-untied`` does not. ``llama`` has 2 layers.
     """
-    from transformers import (  # noqa: PLC0415 - takes seconds, and is not always installed
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
-
+    transformers: Any = importlib.import_module("transformers")  # takes seconds; may be missing
     torch.manual_seed(0)
     if name.startswith("gemma3"):
-        config = Gemma3TextConfig(
+        config = transformers.Gemma3TextConfig(
             **_COMMON,
             num_hidden_layers=6,
             sliding_window=48,
             sliding_window_pattern=3,
             tie_word_embeddings=name == "gemma3",
         )
-        return Gemma3ForCausalLM(config).to(torch.float32).eval()
-    config = LlamaConfig(**_COMMON, num_hidden_layers=2, tie_word_embeddings=False)
-    return LlamaForCausalLM(config).to(torch.float32).eval()
+        model = transformers.Gemma3ForCausalLM(config)
+    else:
+        config = transformers.LlamaConfig(**_COMMON, num_hidden_layers=2, tie_word_embeddings=False)
+        model = transformers.LlamaForCausalLM(config)
+    return model.to(torch.float32).eval()
 
 
 def write_tokenizer(path: Path) -> None:
     """Write a tokenizer of single characters beside a model."""
-    from tokenizers import Regex, Tokenizer, decoders  # noqa: PLC0415 - as above
-    from tokenizers.models import WordLevel  # noqa: PLC0415
-    from tokenizers.pre_tokenizers import Split  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
-
-    tokenizer = Tokenizer(WordLevel({text: i for i, text in enumerate(VOCAB)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    transformers: Any = importlib.import_module("transformers")
+    tokenizers: Any = importlib.import_module("tokenizers")
+    unknown = SPECIAL[3]
+    words = tokenizers.models.WordLevel(
+        {text: i for i, text in enumerate(VOCAB)}, unk_token=unknown
+    )
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(r"[\s\S]"), "isolated"
+    )
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<s>",  # noqa: S106 - not a password
-        eos_token="</s>",  # noqa: S106
-        pad_token="<pad>",  # noqa: S106
-        unk_token="<unk>",  # noqa: S106
+        bos_token=SPECIAL[1],
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[0],
+        unk_token=unknown,
     ).save_pretrained(path)
 
 

@@ -14,7 +14,7 @@ from nwor.cli import BAD_INPUT, FAILED, INTERRUPTED
 from nwor.cli.audit import installed_engine
 from nwor.errors import InputError
 from nwor.soak.ledger import Ledger
-from nwor.soak.report import record, table
+from nwor.soak.report import checkout, record, table
 from nwor.soak.run import SoakEngine, soak
 
 ENGINES = ("transformers", "vllm")
@@ -95,6 +95,7 @@ def start(engine: str) -> SoakEngine:
 
 def _run(args: argparse.Namespace) -> int:
     sys.stderr.write(f"nwor soak: starting the engine ({args.engine})\n")
+    sources = checkout()
     engine = start(args.engine)
     interrupted = False
     try:
@@ -124,6 +125,7 @@ def _run(args: argparse.Namespace) -> int:
             seconds=round(seconds, 1),
             check_every=args.check_every,
             interrupted=interrupted,
+            **sources,
         )
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     if ledger.violations:

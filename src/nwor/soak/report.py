@@ -87,10 +87,16 @@ def record(
         "not_applicable": dict(impossible),
         "not_tested": untested(ledger, impossible),
         "violations": [asdict(violation) for violation in ledger.violations],
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": _versions(PACKAGES),
         "python": platform.python_version(),
+    }
+
+
+def checkout() -> dict[str, object]:
+    """Say which sources these are; to be asked at the start, when they are what is loaded."""
+    return {
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
 
 

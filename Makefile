@@ -3,6 +3,7 @@
 #   make demo    the main job on real weights        make test   all tests
 #   make lint    formatter, linter, type checker     make bench  all benchmarks
 #   make mutants switch protections off, one by one: tests must notice
+#   make soak    random traffic on both engines, SOAK_SECONDS=600 each
 #
 # torch comes from whatever index pip is set up with. Where that index offers a CUDA build of several
 # GB and a CPU build would do, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels first.
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := test,lint,numba,triton,engine,demo
 
-.PHONY: help venv demo test test-vllm test-v2 test-triton check-vllm lint format bench mutants clean
+.PHONY: help venv demo test test-vllm test-v2 test-triton check-vllm lint format bench mutants soak clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -80,6 +81,16 @@ bench: venv
 
 mutants: venv
 	$(BIN)/python tools/mutants.py
+
+# At least ten minutes per engine unless told otherwise. Tiny models are faster on one thread.
+SOAK_SECONDS ?= 600
+soak: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m nwor.soak --engine transformers --seconds $(SOAK_SECONDS) \
+	  --json bench/results/soak_transformers.json
+	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("vllm"))'; \
+	then OMP_NUM_THREADS=1 $(BIN)/python -m nwor.soak --engine vllm --seconds $(SOAK_SECONDS) \
+	  --json bench/results/soak_vllm.json; \
+	else echo "==> skipped vLLM: it is not installed"; fi
 
 clean:
 	rm -rf $(VENV) out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """The core stands on torch and numpy alone, and imports run one way."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,19 @@ print(ShadowMap(num_pages=8, page_size=4, max_requests=2, max_length=9).findings
 def test_the_audit_imports_no_engine() -> None:
     for file in (SOURCE / "audit").glob("*.py"):
         assert core_imports(file) <= {"audit", "errors", "layout"}, file.name
+
+
+def test_soak_imports_run_upwards() -> None:
+    """And what is not about an engine imports none."""
+    order = ["tiny", "traffic", "ledger", "on_transformers", "on_vllm", "run", "report", "cli"]
+    for index, name in enumerate(order):
+        text = (SOURCE / "soak" / f"{name}.py").read_text()
+        found = set(re.findall(r"from nwor\.soak\.(\w+) import", text))
+        assert found <= set(order[:index]), name
+        if name not in ("on_transformers", "on_vllm", "cli"):
+            assert core_imports(SOURCE / "soak" / f"{name}.py") <= {"audit", "metrics", "soak"}, (
+                name
+            )
 
 
 def core_imports(path: Path) -> set[str]:

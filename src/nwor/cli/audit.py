@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--num-draft-tokens is {args.num_draft_tokens}, allowed: 1 to {PAGE - 1}")
     if args.json is not None:
         check_writable(args.json, "--json")
-    engine = _engine(args.engine)
+    engine = installed_engine(args.engine)
     workloads = {name: each for name, each in asked.items() if engine not in each.absent}
     absent = {name: each.absent[engine] for name, each in asked.items() if engine in each.absent}
     if not workloads:
@@ -154,7 +154,7 @@ class Audit(Protocol):
         """Run one workload."""
 
 
-def _engine(name: str | None) -> str:
+def installed_engine(name: str | None) -> str:
     """Return the engine that was asked for, or the first one that is installed."""
     installed = [each for each, (module, _) in ENGINES.items() if importlib.util.find_spec(module)]
     if name is None:

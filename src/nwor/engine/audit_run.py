@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from nwor.audit import AuditLevel, Findings
@@ -68,7 +68,7 @@ class JobEngine(AuditedEngine):
 
     def start(
         self, jobs: Sequence[Job], prompts: Sequence[list[int]], k: int
-    ) -> Iterator[TokenRun]:
+    ) -> Generator[TokenRun, None, None]:
         """Run jobs; see `stops` for where they end."""
         self.jobs, self._clock = jobs, 0
         options = Options(max_new_tokens=max(job.tokens for job in jobs), num_draft_tokens=k)

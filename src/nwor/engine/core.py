@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -143,7 +143,7 @@ class Engine:
 
     def _run(
         self, requests: Sequence[Request], options: Options, stopper: Stopper
-    ) -> Iterator[TokenRun]:
+    ) -> Generator[TokenRun, None, None]:
         if self._running:
             raise StateError("the engine is running already: one batch at a time")
         self._running = True

@@ -27,10 +27,10 @@ os.environ["NWOR_AUDIT"] = "metadata"
 from vllm import SamplingParams
 
 from audit_common import Timer, show
-from common import SEEDS, write_json
+from common import write_json
 from nwor.audit import AuditLevel
 from nwor.vllm.audit import audit_of
-from vllm_modes import engine
+from vllm_modes import engine, prompts_of, runner_of
 
 
 def arguments() -> argparse.Namespace:
@@ -56,8 +56,7 @@ def measure(
     timer: Timer,
 ) -> dict[str, Any]:
     """One run of all prompts at one level; decode steps only."""
-    core = llm.llm_engine.engine_core.engine_core
-    audit: Any = audit_of(core.model_executor.driver_worker.worker.model_runner)
+    audit: Any = audit_of(runner_of(llm))
     llm.llm_engine.step()  # tells the worker that all requests of the last run have finished
     llm.reset_prefix_cache()
     audit.watch(level)
@@ -94,19 +93,9 @@ def main() -> None:
     args = arguments()
     requests, args.requests = args.requests, [args.requests]
     llm: Any = engine(args)
-    tokenizer = llm.get_tokenizer()
-    prompts = [
-        {
-            "prompt_token_ids": [
-                tokenizer.bos_token_id,
-                *tokenizer.encode(SEEDS[i % len(SEEDS)], add_special_tokens=False),
-            ]
-        }
-        for i in range(requests)
-    ]
-    core = llm.llm_engine.engine_core.engine_core
+    prompts = prompts_of(llm, requests, args.context)
     timer = Timer()
-    audit = audit_of(core.model_executor.driver_worker.worker.model_runner)
+    audit = audit_of(runner_of(llm))
     timer.watch(audit, "begin", "before_forward", "on_move", "after_sampling", "take_sample")
     levels = list(AuditLevel)
     runs: dict[str, list[dict[str, Any]]] = {level.value: [] for level in levels}

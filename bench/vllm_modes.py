@@ -3,8 +3,10 @@
     python bench/vllm_modes.py --model PATH [--pairs 5] [--json OUT]
 
 One engine in this process serves all modes: hooks are put in and taken out between runs, so model,
-memory and cache are the same. Modes take turns and the order rotates. Tokens must be equal in all
-modes, or no time is reported; and every mode's prefix cache starts empty.
+memory and cache are the same. Modes take turns and the order rotates; every mode's prefix cache
+starts empty. When all times are taken the engine is audited, bytes included, on the same prompts in
+mode ``stage``. No time is reported unless tokens are equal in all runs and the audit has seen drafts
+rejected and found nothing.
 
 vLLM's n-gram drafter drafts from what was said before, so prompts are texts that repeat themselves
 to different degrees.
@@ -28,7 +30,9 @@ os.environ.setdefault("NWOR_STAGING_PAGES", "96")
 from vllm import LLM, SamplingParams
 
 from common import SEEDS, write_json
+from nwor.audit import AuditLevel
 from nwor.manager import Mode
+from nwor.vllm.audit import attach, audit_of
 
 MODES = (Mode.OFF, Mode.IMMEDIATE, Mode.STAGE)
 
@@ -66,11 +70,29 @@ def engine(args: argparse.Namespace) -> LLM:
     )
 
 
+def runner_of(llm: LLM) -> Any:  # noqa: ANN401 - vLLM's GPUModelRunner
+    client: Any = llm.llm_engine.engine_core
+    return client.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def prompts_of(llm: LLM, number: int, context: int) -> list[Any]:
+    tokenizer = llm.get_tokenizer()
+    filler = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * (context // 8))
+    return [
+        {
+            "prompt_token_ids": [
+                tokenizer.bos_token_id,
+                *filler[:context],
+                *tokenizer.encode(SEEDS[i % len(SEEDS)], add_special_tokens=False),
+            ]
+        }
+        for i in range(number)
+    ]
+
+
 def measure(llm: LLM, prompts: list[Any], args: argparse.Namespace, mode: Mode) -> dict[str, Any]:
     """One run of all prompts in one mode; decode steps only."""
-    client: Any = llm.llm_engine.engine_core
-    core = client.engine_core
-    windows = core.model_executor.driver_worker.worker.model_runner.nwor
+    windows = runner_of(llm).nwor
     windows.set_mode(mode)
     llm.reset_prefix_cache()
     before = windows.metrics.snapshot()
@@ -107,18 +129,7 @@ def measure(llm: LLM, prompts: list[Any], args: argparse.Namespace, mode: Mode) 
 
 def compare(llm: LLM, number: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run all modes in turn; refuse to report if tokens differ."""
-    tokenizer = llm.get_tokenizer()
-    filler = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * (args.context // 8))
-    prompts = [
-        {
-            "prompt_token_ids": [
-                tokenizer.bos_token_id,
-                *filler[: args.context],
-                *tokenizer.encode(SEEDS[i % len(SEEDS)], add_special_tokens=False),
-            ]
-        }
-        for i in range(number)
-    ]
+    prompts = prompts_of(llm, number, args.context)
     for mode in MODES:
         measure(llm, prompts, args, mode)  # warm-up
     runs: dict[str, list[dict[str, Any]]] = {mode.value: [] for mode in MODES}
@@ -160,8 +171,26 @@ def compare(llm: LLM, number: int, args: argparse.Namespace) -> dict[str, Any]:
         "share": median("share"),
         "rows_written": counted["rows_written"],
         "rows_avoided": counted["rows_avoided"],
+        "tokens": reference,
         "runs": runs,
     }
+
+
+def audited(llm: LLM, result: dict[str, Any], args: argparse.Namespace) -> dict[str, int]:
+    """Run the same prompts once more under the audit; exit unless it held and saw rejections."""
+    audit: Any = audit_of(runner_of(llm))
+    llm.llm_engine.step()  # tells the worker that all requests of the last run have finished
+    llm.reset_prefix_cache()
+    audit.watch(AuditLevel.BYTES)
+    run = measure(llm, prompts_of(llm, result["requests"], args.context), args, Mode.STAGE)
+    found = audit.findings
+    if run["tokens"] != result["tokens"]:
+        sys.exit("tokens differ in the audited run: no time is reported")
+    if found.counts:
+        sys.exit(f"the audit objects, no time is reported: {found.first}")
+    if not found.rejected:
+        sys.exit("no draft was rejected in the audited run, it proves nothing: no time is reported")
+    return {name: getattr(found, name) for name in ("steps", "rows_checked", "drafts", "rejected")}
 
 
 def table(results: list[dict[str, Any]]) -> None:
@@ -177,6 +206,11 @@ def table(results: list[dict[str, Any]]) -> None:
             f"{r['immediate_ratio']:13.4f}  {r['begin_ms']:8.3f}  {r['commit_ms']:9.3f}  "
             f"{r['share']:6.2%}"
         )
+    seen = {name: sum(r["audit"][name] for r in results) for name in results[0]["audit"]}
+    print(
+        f"tokens equal in all runs; audited, bytes included: {seen['rejected']} of {seen['drafts']} "
+        f"drafts rejected, {seen['rows_checked']} rows checked in {seen['steps']} steps, none wrong"
+    )
 
 
 def main() -> None:
@@ -184,6 +218,12 @@ def main() -> None:
     llm = engine(args)
     config = llm.llm_engine.model_config
     results = [compare(llm, number, args) for number in args.requests]
+    runner = runner_of(llm)
+    runner.nwor.set_mode(Mode.STAGE)
+    attach(runner, AuditLevel.BYTES, runner.nwor.overlay.pages.first_page)
+    for result in results:
+        result["audit"] = audited(llm, result, args)
+        del result["tokens"]
     table(results)
     model = {
         "layers": config.hf_text_config.num_hidden_layers,

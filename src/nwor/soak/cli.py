@@ -13,6 +13,7 @@ from typing import TextIO
 from nwor.cli import BAD_INPUT, FAILED, INTERRUPTED
 from nwor.cli.audit import installed_engine
 from nwor.errors import InputError
+from nwor.output_file import check_writable, save
 from nwor.soak.ledger import Ledger
 from nwor.soak.report import checkout, record, table
 from nwor.soak.run import SoakEngine, soak
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         help="engine steps between two looks at its books; the audit watches every step anyhow "
         "(default: %(default)s)",
     )
-    made.add_argument("--json", type=_file, metavar="PATH", help="also write a record here")
+    made.add_argument("--json", type=Path, metavar="PATH", help="also write a record here")
     return made
 
 
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         installed_engine(args.engine)
+        if args.json is not None:
+            check_writable(args.json, "--json")
         return _run(args)
     except InputError as error:
         sys.stderr.write(f"nwor soak: {error}\n")
@@ -127,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
             interrupted=interrupted,
             **sources,
         )
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save(args.json, "--json", json.dumps(found, indent=1) + "\n")
     if ledger.violations:
         return FAILED
     return INTERRUPTED if interrupted else 0
@@ -167,13 +170,6 @@ class Progress:
         if self._live:
             self._out.write("\r\x1b[K")
             self._out.flush()
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
-    return path
 
 
 def _positive(kind: type[float]) -> Callable[[str], float]:

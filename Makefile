@@ -79,8 +79,9 @@ bench: venv
 	$(BIN)/python bench/commit.py --json bench/results/commit.json
 	$(BIN)/python bench/generate.py --json bench/results/generate.json
 
+# MUTANTS=--resume judges only those that have changed since the recorded run.
 mutants: venv
-	$(BIN)/python tools/mutants.py
+	$(BIN)/python tools/mutants.py --json bench/results/mutants.json $(MUTANTS)
 
 # At least ten minutes per engine unless told otherwise. Tiny models are faster on one thread.
 SOAK_SECONDS ?= 600

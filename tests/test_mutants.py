@@ -46,6 +46,13 @@ def test_it_applies_and_its_tests_exist(mutant: Mutant) -> None:
         assert (ROOT / path).exists()
 
 
+def test_the_recorded_run_is_of_these_mutants_and_caught_them_all() -> None:
+    outcomes = recorded(ROOT / "bench" / "results" / "mutants.json")
+    judged = {name: (out.key, out.verdict) for name, out in outcomes.items()}
+    stale = "judge what has changed: make mutants MUTANTS=--resume"
+    assert judged == {mutant.name: (mutant.key, "caught") for mutant in MUTANTS}, stale
+
+
 def changed(mutant: Mutant, **fields: object) -> Mutant:
     names = Mutant.__dataclass_fields__
     return Mutant(**{**{name: getattr(mutant, name) for name in names}, **fields})

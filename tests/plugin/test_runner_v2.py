@@ -11,10 +11,13 @@ import torch
 
 from nwor.audit import AuditLevel
 from nwor.layout import Layout
+from nwor.metrics import Metrics
+from nwor.store.admission import OverlayRefusal
+from nwor.store.device_counters import DeviceFault
 from nwor.vllm import audit, audit_v2
 from nwor.vllm.eligibility import EngineRefusal
 from nwor.vllm.geometry import GeometryError, device_groups, probe_groups
-from nwor.vllm.runner_v2 import UNKNOWN_PARTS, build_overlay
+from nwor.vllm.runner_v2 import UNKNOWN_PARTS, WindowsV2, build_overlay
 
 BLOCKS, SIZE, HEADS, DIM = 6, 4, 2, 8
 
@@ -131,3 +134,17 @@ def test_an_audit_on_a_gpu_is_refused_aloud(
     assert "not audited" in said[0]
     assert "cuda" in said[0]
     assert audit.audit_of(made) is None
+
+
+def test_what_host_and_device_could_not_stage_is_reported() -> None:
+    overlay: Any = SimpleNamespace(
+        metrics=Metrics(),
+        pages=SimpleNamespace(pages_in_use=0, num_pages=2),
+        refused={OverlayRefusal.OUT_OF_STAGING_PAGES: 2},
+        faults={DeviceFault.NOT_DURABLE: 3},
+        collect=lambda: None,
+    )
+    windows = WindowsV2(None, SimpleNamespace(settings=SimpleNamespace(strict=False)), overlay)  # type: ignore[arg-type]
+    sample = windows._take_sample()
+    assert sample is not None
+    assert sample["fallbacks"] == {"out_of_staging_pages": 2, "not_durable": 3}

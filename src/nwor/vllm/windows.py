@@ -225,9 +225,8 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
 
     def _all_fallbacks(self) -> dict[str, int]:
         """Count what was not staged as it should be, by reason; a new dictionary each time."""
-        overlay = self.overlay
         found = dict(self.fallbacks)
-        for more in (self.metrics.fallbacks, overlay.refused if overlay is not None else {}):
+        for more in (self.metrics.fallbacks, self.refused()):
             for reason, count in more.items():
                 found[str(reason)] = found.get(str(reason), 0) + count
         return found

@@ -230,8 +230,12 @@ def test_d15_draft_model(engine: Get, models: Callable[[str], str]) -> None:
     assert stock.accepted
 
 
-def test_d16_compiled(engine: Get) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_d16_compiled(engine: Get, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Traced by Dynamo and run as it is, as vLLM's own tests do, and compiled, as for users."""
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1" if backend == "eager" else "0")
     llm = engine(k=4, enforce_eager=False)
+    assert llm.runner.compilation_config.backend == backend
     texts = prompts(20, 31, 60)
     llm.learn(texts, greedy(50))
     llm.both(texts, greedy(50))

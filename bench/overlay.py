@@ -8,7 +8,8 @@ weights through them (``--warm`` leaves them be). One quantity is varied at a ti
 turns. `rows alone` is the row movement of the same commit and nothing else: what is left when all
 bookkeeping is free.
 
-Every case's durable pages are compared with a plain loop's, bit for bit, before a time is reported.
+Rows at their home are compared with a plain loop's after every commit, and every case's durable pages
+at the end, bit for bit, before a time is reported.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,23 +130,30 @@ class Rig:
             part.reshape(GROUPS, self.case.requests, self.width)[:, :, :kept].ravel()
             for part in (plan.staged, plan.durable)
         )
+        self._expect(put)
+        self._check_rows(put)  # before the same rows are moved once more
         if cold is not None:
             cold.sum()
         started = time.perf_counter()
         self.overlay.effects.move(self.overlay.effects.storages[0], take, put)
         self.moves.append(time.perf_counter() - started)
         self.begins.append(begun)
-        self._expect(put)
         self.computed += kept
         self.step += 1
         return seconds
 
     def check(self) -> None:
         """Exit unless the durable pages hold what a plain loop put there, and nothing else."""
+        everything = slice(self.durable)
+        self._compare(lambda rows: rows[:, everything])
+
+    def _check_rows(self, put: np.ndarray[Any, Any]) -> None:
+        page, row = (torch.from_numpy(part) for part in np.divmod(put, PAGE))
+        self._compare(lambda rows: rows[:, page, row])
+
+    def _compare(self, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name in ("key", "value"):
-            found, wanted = (
-                getattr(rows, name)[:, : self.durable] for rows in (self.rows, self.expected)
-            )
+            found, wanted = (part(getattr(rows, name)) for rows in (self.rows, self.expected))
             if not torch.equal(found, wanted):
                 sys.exit(f"durable {name} rows differ from the reference: {self.case.name}")
 

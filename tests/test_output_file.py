@@ -78,9 +78,11 @@ def file_with_text(path: Path) -> None:
 
 
 def link_to_nothing(path: Path) -> None:
-    path.symlink_to(path.with_name("target"))
+    target = path.with_name("target")
+    path.symlink_to(target)
     check_writable(path, "--json")
     assert path.is_symlink()
+    assert not target.exists()
 
 
 @pytest.mark.parametrize("there", [new_file, file_with_text, link_to_nothing])

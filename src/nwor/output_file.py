@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +25,11 @@ def check_writable(path: Path, option: str) -> None:
     with _refused(path, option):
         if path.exists() and not (path.is_file() or path.is_dir()):
             return
-        is_there = os.path.lexists(path)
+        is_there = path.exists()
         with path.open("a"):
             pass
         if not is_there:
-            path.unlink()
+            path.resolve().unlink()  # of a link that led nowhere, what it now leads to
 
 
 def save(path: Path, option: str, text: str) -> None:

@@ -34,8 +34,9 @@ def test_a_served_engine_is_watched() -> None:
         (parts(DRAFTER, overlay=object(), audit=object()), "drafter 'ngram' .use draft_model"),
         (parts(audit=object()), "the log says why"),
         (parts(overlay=object()), "the log says why"),
+        ((SimpleNamespace(), SimpleNamespace(kv_cache_config=object())), "the log says why"),
     ],
-    ids=["refused by the core", "the worker found no rows", "not watched"],
+    ids=["refused by the core", "the worker found no rows", "not watched", "not hooked at all"],
 )
 def test_other_engines_are_refused(found: tuple[Any, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):

@@ -30,6 +30,7 @@ from nwor.manager import Mode
 from nwor.vllm import seams
 from nwor.vllm.audit import RunnerAudit, audit_of
 from nwor.vllm.interpreter import CHOICE, prepare_v2
+from nwor.vllm.startup import reservation_of
 
 logger = logging.getLogger("vllm.nwor")
 
@@ -239,10 +240,11 @@ def served_audit(runner: Any, scheduler: Any) -> RunnerAudit:  # noqa: ANN401 - 
     Raises:
         InputError: nwor refuses the engine, its worker found no rows, or it cannot be watched.
     """
-    refusals = scheduler.kv_cache_config.nwor.refusals
-    if refusals:
-        raise InputError(f"nwor does not serve this engine: {'; '.join(map(str, refusals))}")
+    reservation = reservation_of(scheduler.kv_cache_config)
+    if reservation is not None and reservation.refusals:
+        reasons = "; ".join(map(str, reservation.refusals))
+        raise InputError(f"nwor does not serve this engine: {reasons}")
     audit = audit_of(runner)
-    if audit is None or runner.nwor.overlay is None:
+    if reservation is None or audit is None or runner.nwor.overlay is None:
         raise InputError("nwor does not serve this engine: the log says why; see `nwor doctor`")
     return audit

@@ -51,6 +51,8 @@ def test_the_recorded_run_is_of_these_mutants_and_caught_them_all() -> None:
     judged = {name: (out.key, out.verdict) for name, out in outcomes.items()}
     stale = "judge what has changed: make mutants MUTANTS=--resume"
     assert judged == {mutant.name: (mutant.key, "caught") for mutant in MUTANTS}, stale
+    faults = (ROOT / "docs" / "faults.md").read_text()
+    assert set(re.findall(r"(\d+) (?:of them off|were caught)", faults)) == {str(len(MUTANTS))}
 
 
 def changed(mutant: Mutant, **fields: object) -> Mutant:

@@ -58,7 +58,7 @@ def one_at_a_time(kind: Callable[..., Any], models: Callable[[str], str]) -> Cal
     """Return a function that makes engines and keeps one while tests ask for the same one."""
 
     def get(model: str = "llama", **options: object) -> Any:
-        settings = {k: v for k, v in os.environ.items() if k.startswith("NWOR_")}
+        settings = {k: v for k, v in os.environ.items() if k.startswith("NWOR_") or k in SETTINGS}
         key = repr((model, sorted(options.items()), settings))
         if key not in _ENGINE:
             for old in _ENGINE.values():

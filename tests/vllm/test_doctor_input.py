@@ -53,8 +53,8 @@ def empty(root: Path) -> str:
         ),
         (folder, ["--dtype", "float7"], "--dtype 'float7'", "'float16'"),
         (folder, ["--kv-cache-dtype", "int3"], "--kv-cache-dtype 'int3'", "'fp8'"),
-        (folder, ["--block-size", "-1"], "--block-size -1", "greater than 0"),
-        (folder, ["--max-num-seqs", "0"], "--max-num-seqs 0", "value that vLLM allows"),
+        (folder, ["--block-size", "-1"], "--block-size -1", "give 1 or more"),
+        (folder, ["--max-num-seqs", "0"], "--max-num-seqs 0", "give 1 or more"),
         (folder, ["--tensor-parallel-size", "3"], "--tensor-parallel-size 3", "divisible"),
     ],
 )

@@ -169,8 +169,8 @@ def test_more_requests_than_staging_pages(
 
 
 def test_no_room(examine: Callable[..., tuple[int, dict[str, Any]]]) -> None:
-    """1,024 tokens are 8 pages, and vLLM keeps one to itself: of 10, 2 cannot be kept back."""
-    code, checks = examine(LLAMA, "--kv-cache-memory-bytes", str(10 * BLOCK))
+    """1,024 tokens are 8 pages, and vLLM keeps one to itself: of 9, none can be kept back."""
+    code, checks = examine(LLAMA, "--kv-cache-memory-bytes", str(9 * BLOCK))
     assert (code, bad(checks)) == (doctor.REFUSED, [NO_ROOM])
     code, checks = examine(LLAMA, "--kv-cache-memory-bytes", str(4 * BLOCK))
     assert (code, bad(checks)) == (doctor.REFUSED, ["KV cache"])

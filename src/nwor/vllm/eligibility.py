@@ -247,6 +247,33 @@ def _path(name: str, module: str | None) -> str:
     return f"{module}.{name}" if module else name
 
 
+KINDS = (
+    ("use_mla", "multi-head latent attention (MLA)"),
+    ("is_hybrid", "recurrent layers beside attention"),
+    ("is_attention_free", "recurrent layers alone"),
+    ("attention_chunk_size", "chunked local attention"),
+)
+"""What of a model's configuration says that some cache group is not one of `PROVEN_SPECS`."""
+
+
+def kind_refusals(config: Any) -> Iterator[Refusal]:  # noqa: ANN401 - VllmConfig
+    """Yield what the configuration alone says about cache groups: less than `group_refusals`."""
+    speculative, models = config.speculative_config, {"model": config.model_config}
+    if speculative.method == "draft_model":
+        models["draft model"] = speculative.draft_model_config
+    for name, model in models.items():
+        for attribute, kind in KINDS:
+            if getattr(model, attribute, None):
+                yield Refusal(
+                    EngineRefusal.GROUP,
+                    f"the {name} has {kind}",
+                    f"only {', '.join(PROVEN_SPECS)} are staged",
+                )
+    size, drafts = config.cache_config.block_size, speculative.num_speculative_tokens
+    if size <= drafts:
+        yield _page_refusal(size, drafts, "")
+
+
 def group_refusals(
     groups: Sequence[Any],  # vllm's KVCacheGroupSpec
     num_draft_tokens: int,
@@ -262,8 +289,12 @@ def group_refusals(
                 f"only {', '.join(PROVEN_SPECS)} are staged",
             )
         elif spec.block_size <= num_draft_tokens:
-            yield Refusal(
-                EngineRefusal.PAGE_TOO_SMALL,
-                f"{num_draft_tokens} drafts on pages of {spec.block_size} rows (group {index})",
-                f"use a --block-size above {num_draft_tokens} or fewer draft tokens",
-            )
+            yield _page_refusal(spec.block_size, num_draft_tokens, f" (group {index})")
+
+
+def _page_refusal(size: int, drafts: int, where: str) -> Refusal:
+    return Refusal(
+        EngineRefusal.PAGE_TOO_SMALL,
+        f"{drafts} drafts on pages of {size} rows{where}",
+        f"use a --block-size above {drafts} or fewer draft tokens",
+    )

@@ -155,7 +155,7 @@ def test_the_hot_wrappers_pass_on_what_they_do_not_know() -> None:
         runner, SimpleNamespace(settings=SimpleNamespace(strict=False)), overlay=None
     )
     windows.set_mode(Mode.IMMEDIATE)
-    output = SimpleNamespace(scheduled_spec_decode_tokens={})
+    output = SimpleNamespace(scheduled_spec_decode_tokens={}, total_num_scheduled_tokens=1)
     for seam in (EXECUTE, PREPARE, SAMPLE):
         name = seam.name.rsplit(".", 1)[1]
         vars(runner)[name](output, "second", "third", new="fourth")

@@ -11,15 +11,33 @@ from nwor.vllm.eligibility import EngineRefusal
 
 def test_increments_add_up_to_the_totals() -> None:
     increments = stats.Increments()
+    start = increments.since({"windows": 0}, {}, staging_pages=4)
+    assert start == {"fallbacks": {}, "staging_pages": 4}
     assert increments.since({"windows": 0}, {}, staging_pages=4) is None
     first = increments.since({"windows": 2}, {"aborted": 1}, staging_pages=4)
     assert first == {"windows": 2, "fallbacks": {"aborted": 1}, "staging_pages": 4}
     second = increments.since({"windows": 5}, {"aborted": 1}, staging_pages=6)
     assert second == {"windows": 3, "fallbacks": {}, "staging_pages": 6}
     total: stats.Sample = {}
-    for sample in (first, second):
+    for sample in (start, first, second):
         stats.merge(total, sample)
     assert total == {"windows": 5, "fallbacks": {"aborted": 1}, "staging_pages": 6}
+
+
+def test_a_gauge_that_falls_is_sent_though_nothing_was_counted() -> None:
+    """The last requests end: nothing is counted any more, but their pages are free."""
+    increments = stats.Increments()
+    increments.since({"windows": 2}, {}, staging_pages_in_use=4)
+    idle = increments.since({"windows": 2}, {}, staging_pages_in_use=0)
+    assert idle == {"fallbacks": {}, "staging_pages_in_use": 0}
+    assert increments.since({"windows": 2}, {}, staging_pages_in_use=0) is None
+
+
+def test_the_shared_empty_output_carries_nothing() -> None:
+    shared = SimpleNamespace(req_ids=[])
+    carrier = stats.with_sample(shared, {"windows": 1})
+    assert vars(carrier) == {"req_ids": [], stats.SAMPLE_ATTRIBUTE: {"windows": 1}}
+    assert vars(shared) == {"req_ids": []}
 
 
 class SchedulerLike:

@@ -73,8 +73,9 @@ def main() -> None:
         error = kill_in_flight(llm, prompts, params)
         llm = LLM(args.model, **options)
     outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.llm_engine.step()  # the engine core ran a step without requests; what it counted is waiting
     metrics = {
-        sample.name: sample.value
+        "/".join([sample.name, *filter(None, [sample.labels.get("reason")])]): sample.value
         for family in REGISTRY.collect()
         if family.name.startswith(("nwor:", "vllm:spec_decode_num"))
         for sample in family.samples

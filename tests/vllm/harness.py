@@ -36,6 +36,8 @@ class Run:
         rows: K and V bytes by (request, position, group), as they were when they became durable.
         foreign: durable slots that changed although no durable row lives there.
         logprobs: by request, if asked for.
+        draft_counts: by request, drafts verified in each of its steps.
+        stop_reasons: by request, the stop token or string that ended it, None for its length.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -47,6 +49,8 @@ class Run:
     logprobs: dict[str, Any] = field(default_factory=dict)
     preempted: int = 0
     texts: dict[str, str] = field(default_factory=dict)
+    draft_counts: dict[str, list[int]] = field(default_factory=dict)
+    stop_reasons: dict[str, int | str | None] = field(default_factory=dict)
 
 
 class Engine:
@@ -158,6 +162,7 @@ class Engine:
                         run.tokens[output.request_id] = list(output.outputs[0].token_ids)
                         run.logprobs[output.request_id] = output.outputs[0].logprobs
                         run.texts[output.request_id] = output.outputs[0].text
+                        run.stop_reasons[output.request_id] = output.outputs[0].stop_reason
                 step += 1
                 assert step < 2000, "the engine does not finish"
         finally:
@@ -166,11 +171,17 @@ class Engine:
         return run
 
     def both(self, prompts: Sequence[Any], params: Any, **options: Any) -> tuple[Run, Run]:
-        """Run stock and staged; compare tokens and durable bytes; return both runs."""
+        """Run stock and staged; compare tokens and durable bytes; return both runs.
+
+        In the end no request may hold a staging page.
+        """
         stock = self.run(prompts, params, Mode.OFF, **options)
         before = self.counters()
         staged = self.run(prompts, params, Mode.STAGE, **options)
         self.check(stock, staged, before)
+        self.drain()
+        assert self.overlay.pages.pages_in_use == 0, f"leases of {self.overlay.pages.requests}"
+        self.overlay.pages.check_integrity()
         return stock, staged
 
     def check(self, stock: Run, staged: Run, before: dict[str, Any]) -> None:
@@ -250,6 +261,7 @@ class Audit:
             kept = length - len(drafts) + accepted
             blocks = self.engine.scheduler.kv_cache_manager.get_block_ids(request)
             name = request.rsplit("-", 1)[0]
+            self.run.draft_counts.setdefault(name, []).append(len(drafts))
             for group, (rows, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
                 for position in range(start[request], start[request] + kept):
                     page, offset = blocks[group][position // size], position % size

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 from drafters import ScriptedDrafter
@@ -62,13 +63,18 @@ def test_rejected_rows_on_stock(engine: Get, level: str) -> None:
     """Attention of the stock engine is right all the same; what it leaves behind is not."""
     llm = engine(k=8)
     llm.learn(TEXTS, greedy(64))
-    found = audited(llm, Mode.OFF)
+    with TestCase().assertLogs("vllm.nwor", "ERROR") as said:
+        found = audited(llm, Mode.OFF)
     kinds = {Kind.REJECTED_IN_DURABLE}
     if level == "bytes":
         kinds.add(Kind.BYTES_FOREIGN)
     assert set(found.counts) == kinds
     assert found.counts[Kind.REJECTED_IN_DURABLE] == found.rejected
     assert str(found.first[Kind.REJECTED_IN_DURABLE]).startswith("I1 rejected_row")
+    assert sorted(said.output) == sorted(
+        f"ERROR:vllm.nwor:nwor audit: {first} (later ones of this kind are only counted)"
+        for first in found.first.values()
+    )
 
 
 @pytest.mark.parametrize("mode", [Mode.STAGE, Mode.OFF])

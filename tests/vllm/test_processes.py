@@ -48,6 +48,7 @@ def scripts(plain: list[list[int]], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def generate(model: str, prompt_file: Path, *options: str, **environ: str) -> dict[str, Any]:
+    """Run `generate.py`; return what it gave and, as ``log``, what its processes said."""
     process = subprocess.run(
         [sys.executable, str(HERE / "generate.py"), model, str(prompt_file), *options],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environ},
@@ -58,11 +59,11 @@ def generate(model: str, prompt_file: Path, *options: str, **environ: str) -> di
     )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
     found = [line for line in process.stdout.splitlines() if line.startswith('{"tokens"')]
-    return json.loads(found[-1])
+    return {**json.loads(found[-1]), "log": process.stdout + process.stderr}
 
 
 def reconcile(metrics: dict[str, float]) -> None:
-    """nwor's counters, made in the worker, equal vLLM's, made in the scheduler."""
+    """nwor's counters, made in the worker, equal vLLM's, made in the scheduler; all have ended."""
     assert metrics["nwor:staged_total"] == metrics["vllm:spec_decode_num_draft_tokens_total"]
     assert metrics["nwor:committed_total"] == metrics["vllm:spec_decode_num_accepted_tokens_total"]
     assert metrics["nwor:bonus_total"] == metrics["vllm:spec_decode_num_drafts_total"]
@@ -72,7 +73,15 @@ def reconcile(metrics: dict[str, float]) -> None:
     assert metrics["nwor:rows_written_total"] == 2 * (
         metrics["nwor:committed_total"] + metrics["nwor:bonus_total"]
     )
-    assert "nwor:fallbacks_total" not in metrics
+    assert not any(name.startswith("nwor:fallbacks_total") for name in metrics)
+    assert metrics["nwor:staging_pages_in_use"] == 0
+
+
+def watched(metrics: dict[str, float]) -> None:
+    """The durable audit has looked at rows, more than were accepted, and objected to none."""
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    assert metrics["nwor:audit_rows_checked_total"] > accepted > 0
+    assert "nwor:audit_violations_total" not in metrics
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -82,7 +91,8 @@ def test_d17_processes_of_their_own(
     """Stock without the plugin and staged give the same tokens; counters cross the processes."""
     options = ("--tp", str(ranks))
     stock = generate(model, prompt_file, *options, VLLM_PLUGINS="none", SCRIPTED_DRAFTS=scripts)
-    staged = generate(model, prompt_file, *options, VLLM_PLUGINS="nwor", SCRIPTED_DRAFTS=scripts)
+    environ = {"NWOR_AUDIT": "metadata", "VLLM_LOGGING_LEVEL": "INFO", "SCRIPTED_DRAFTS": scripts}
+    staged = generate(model, prompt_file, *options, VLLM_PLUGINS="nwor", **environ)
     assert staged["tokens"] == stock["tokens"]
     if ranks == 1:
         assert staged["tokens"] == plain
@@ -91,6 +101,9 @@ def test_d17_processes_of_their_own(
         assert staged["metrics"][name] == value
     reconcile(staged["metrics"])
     assert staged["metrics"]["nwor:staging_pages"] == 16
+    watched(staged["metrics"])  # of the first rank; what other ranks find is in the log alone
+    assert staged["log"].count("nwor audit: watching, level metadata") == ranks
+    assert "nwor audit: I" not in staged["log"]
 
 
 def test_a_killed_worker(
@@ -106,12 +119,29 @@ def test_a_killed_worker(
 def test_violations_cross_the_processes(model: str, prompt_file: Path, scripts: str) -> None:
     """The control group: rejected rows that vLLM writes through are counted on /metrics."""
     environ = {"NWOR_MODE": "immediate", "NWOR_AUDIT": "metadata", "SCRIPTED_DRAFTS": scripts}
-    metrics = generate(model, prompt_file, VLLM_PLUGINS="nwor", **environ)["metrics"]
+    run = generate(model, prompt_file, VLLM_PLUGINS="nwor", **environ)
+    metrics = run["metrics"]
     rejected = (
         metrics["vllm:spec_decode_num_draft_tokens_total"]
         - metrics["vllm:spec_decode_num_accepted_tokens_total"]
     )
     assert metrics["nwor:audit_violations_total"] == rejected > 0
+    assert run["log"].count("nwor audit: I1 rejected_row_in_durable_page: step ") == 1
+
+
+def test_fallbacks_cross_the_processes(model: str, prompt_file: Path, scripts: str) -> None:
+    """Two leases for six requests: whoever gets none in a step is counted, with the reason."""
+    environ = {"NWOR_STAGING_PAGES": "4", "SCRIPTED_DRAFTS": scripts}
+    metrics = generate(model, prompt_file, VLLM_PLUGINS="nwor", **environ)["metrics"]
+    assert metrics["nwor:staging_pages"] == 4
+    fallbacks = {name: n for name, n in metrics.items() if name.startswith("nwor:fallbacks_total")}
+    verified = metrics["vllm:spec_decode_num_drafts_total"]  # one per request and step
+    written_through = verified - metrics["nwor:bonus_total"]
+    assert fallbacks == {"nwor:fallbacks_total/out_of_staging_pages": written_through}
+    assert 0 < written_through < verified
+    drafts = metrics["nwor:staged_total"] + metrics["nwor:flushed_total"]
+    assert drafts == metrics["vllm:spec_decode_num_draft_tokens_total"]
+    assert metrics["nwor:staging_pages_in_use"] == 0
 
 
 # -- vllm serve ------------------------------------------------------------------------------------
@@ -242,8 +272,7 @@ def test_d18_server_with_concurrent_streams(server: Server, plain: list[list[int
         metrics["nwor:bytes_written_total"] == metrics["nwor:rows_written_total"] * 2 * 2 * 32 * 4
     )
     assert metrics["nwor:staging_pages"] == 16
-    assert metrics["nwor:audit_rows_checked_total"] > 1000
-    assert "nwor:audit_violations_total" not in metrics
+    watched(metrics)
     log = server.log.read_text()
     assert len(re.findall("nwor: drafted rows are staged on 16 of 160", log)) == 1
     assert re.search(r"NWOR metrics: Windows: \d+, Staged: \d+ drafts", log)

@@ -11,6 +11,7 @@ connector looks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 from nwor.vllm import seams
@@ -28,21 +29,22 @@ GAUGES = ("staging_pages_in_use", "staging_pages")
 
 
 class Increments:
-    """Turns running totals into what was added since the last call."""
+    """Turns running totals into what was added since the last call, and knows which gauges moved."""
 
     def __init__(self) -> None:
         self._last: Mapping[str, float] = {}
         self._last_fallbacks: Mapping[str, float] = {}
+        self._last_gauges: Mapping[str, int] = {}
 
     def since(
         self, totals: Mapping[str, float], fallbacks: Mapping[str, float], **gauges: int
     ) -> Sample | None:
-        """Return the non-zero increments and the gauges, None if nothing was counted."""
+        """Return the non-zero increments and the gauges, None if all is as it was."""
         added = _added(totals, self._last)
         reasons = _added(fallbacks, self._last_fallbacks)
-        if not added and not reasons:
+        if not added and not reasons and gauges == self._last_gauges:
             return None
-        self._last, self._last_fallbacks = totals, fallbacks
+        self._last, self._last_fallbacks, self._last_gauges = totals, fallbacks, gauges
         return {**added, "fallbacks": reasons, **gauges}
 
 
@@ -74,6 +76,13 @@ def merged(*samples: Sample | None) -> Sample | None:
 def attach_sample(output: Any, sample: Sample) -> None:  # noqa: ANN401 - ModelRunnerOutput
     """Let a step's output carry a sample to the engine core."""
     setattr(output, SAMPLE_ATTRIBUTE, sample)
+
+
+def with_sample(output: Any, sample: Sample) -> Any:  # noqa: ANN401 - ModelRunnerOutput
+    """Return a copy that carries a sample: vLLM's empty output is one object for all steps."""
+    carrier = copy(output)
+    attach_sample(carrier, sample)
+    return carrier
 
 
 def hook_update(scheduler: Any, reservation: Reservation) -> None:  # noqa: ANN401 - vLLM's Scheduler

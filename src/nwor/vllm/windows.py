@@ -4,7 +4,7 @@ A runner's own module says where in a step windows begin and end; here is what h
 is. Hooks sit on the runner's instance and go with the mode. Whatever raises between begin and
 commit, the edits are undone before the error goes on; it is vLLM's own error that the user sees. A
 request that finished, was preempted or starts anew holds no staging pages. Counters ride on the
-step's output.
+step's output, also on that of a step without tokens, which tells who is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nwor.vllm import seams
 from nwor.vllm.audit import audit_of
 from nwor.vllm.geometry import GeometryError
 from nwor.vllm.reservation import Reservation
-from nwor.vllm.stats import Increments, attach_sample, merged
+from nwor.vllm.stats import Increments, attach_sample, merged, with_sample
 
 logger = logging.getLogger("vllm.nwor")
 
@@ -113,16 +113,23 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
     # -- hooks that any runner needs -------------------------------------------------------------
 
     def execute_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Close what the last step left open, release who is gone; undo if the forward raises."""
+        """Close what the last step left open, release who is gone; undo if the forward raises.
+
+        A step without tokens is never sampled: its output is this one, and takes the counters along.
+        """
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.close(FallbackReason.UNFINISHED)
             self.step_begins(scheduler_output)
             try:
-                return original(scheduler_output, *args, **kwargs)
+                output = original(scheduler_output, *args, **kwargs)
             except BaseException:
                 self.close(FallbackReason.ABORTED)
                 raise
+            if output is None or scheduler_output.total_num_scheduled_tokens:
+                return output
+            sample = self._take_counted()
+            return output if sample is None else with_sample(output, sample)
 
         return execute_model
 
@@ -134,7 +141,7 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
                 output = original(*args, **kwargs)
             finally:
                 self.close(FallbackReason.ABORTED)
-            sample = merged(self._take_sample(), self._take_audit())
+            sample = self._take_counted()
             if sample is not None and output is not None:
                 attach_sample(getattr(output, "model_runner_output", output), sample)
             return output
@@ -201,6 +208,9 @@ class RunnerWindows(ABC, Generic[OverlayT, WindowT]):
             raise NworError(f"NWOR_STRICT=1 and requests could not be staged: {dict(reasons)}")
 
     # -- counters --------------------------------------------------------------------------------
+
+    def _take_counted(self) -> dict[str, Any] | None:
+        return merged(self._take_sample(), self._take_audit())
 
     def _take_audit(self) -> dict[str, Any] | None:
         audit = audit_of(self._runner)

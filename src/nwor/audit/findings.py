@@ -19,7 +19,10 @@ class Kind(StrEnum):
     DOUBLE_WRITE = "slot_written_twice_in_a_step"
     NULL_WRITE = "write_to_null_page_or_negative_slot"
     OUTSIDE = "page_or_slot_outside_the_cache"
-    WRONG_READ = "attention_reads_a_wrong_row"
+    UNWRITTEN_READ = "attention_reads_a_row_never_written"
+    FOREIGN_READ = "attention_reads_a_row_of_another_request"
+    REJECTED_READ = "attention_reads_a_rejected_row"
+    STALE_READ = "attention_reads_a_stale_row"
     DISAGREE = "block_table_and_slot_mapping_disagree"
     NOT_RESTORED = "table_names_a_staging_page_after_the_step"
     PUBLISHED = "shared_prefix_holds_rows_nobody_accepted"
@@ -44,7 +47,10 @@ _INVARIANTS = {
     Kind.DOUBLE_WRITE: "I1",
     Kind.NULL_WRITE: "I1",
     Kind.OUTSIDE: "I4",
-    Kind.WRONG_READ: "I4",
+    Kind.UNWRITTEN_READ: "I4",
+    Kind.FOREIGN_READ: "I4",
+    Kind.REJECTED_READ: "I4",
+    Kind.STALE_READ: "I4",
     Kind.DISAGREE: "I4",
     Kind.NOT_RESTORED: "I6",
     Kind.PUBLISHED: "I3",

@@ -80,6 +80,7 @@ class Records:
             return None
         np.subtract.at(names.users, self.pages[:, index].ravel(), 1)
         self.pages[:, index] = 0
+        self.owner[:, index] = self.written[:, index] = 0  # nothing the next owner should find
         self.known[index] = 0
         self._free.append(index)
         return index

@@ -128,6 +128,28 @@ def test_the_first_of_each_kind_is_told_with_its_place() -> None:
     assert books.findings.rejected == 2
 
 
+def test_what_counts_as_read_and_as_ended() -> None:
+    """A prompt's first rows are checked where they are written; nothing is read before them."""
+    books = shadow()
+    books.forward(batch(drafts=np.array([0])))
+    books.end_step([3])
+    assert books.findings.rows_checked == 6  # before and after the forward
+    assert books.findings.reads == 0
+    books.freed(["a", "a stranger"])
+    assert books.findings.ended == 0, "it had no draft"
+    books.forward(batch(drafts=np.array([0])))
+    books.end_step([3])
+    window = {"computed": np.array([3]), "scheduled": np.array([2])}
+    places = {"tables": [np.array([[3, 4, 0]])], "slots": [np.array([15, 16])]}
+    books.forward(batch(**window, **places))
+    books.end_step([2])
+    assert books.findings.reads == 3
+    assert books.findings.accepted == 1
+    books.freed(["a"])
+    assert books.findings.ended == 1
+    assert not books.findings.counts
+
+
 def test_leases_of_requests_that_are_gone() -> None:
     books = shadow()
     books.forward(batch())

@@ -97,14 +97,17 @@ class Findings:
     Attributes:
         counts: by kind.
         first: the first of each kind.
-        rows_checked: rows whose name was compared.
+        rows_checked: names that were compared, in all checks.
+        reads: those of rows that attention reads, written before the step.
         steps: steps seen.
         tokens: tokens sampled.
         drafts: drafts verified.
         rejected: rejected drafts seen; without any, a clean result proves nothing.
         adopted: rows of cached prefixes taken over by other requests.
+        ended: requests that gave their pages up after drafts of theirs were verified.
         preempted: times that a request gave its pages up and had to wait for others.
         final_rows: rows of ended requests compared with a run without speculation.
+        final_answers: how many of them are rows of answers, not of prompts.
         final_equal: how many of them were equal bit for bit, in all layers.
         final_error: largest norm of a difference, in norms of the row.
         final_abs: largest difference of an element.
@@ -115,17 +118,25 @@ class Findings:
         self.counts: Counter[Kind] = Counter()
         self.first: dict[Kind, Violation] = {}
         self.rows_checked = 0
+        self.reads = 0
         self.steps = 0
         self.tokens = 0
         self.drafts = 0
         self.rejected = 0
         self.adopted = 0
+        self.ended = 0
         self.preempted = 0
         self.final_rows = 0
+        self.final_answers = 0
         self.final_equal = 0
         self.final_error = 0.0
         self.final_abs = 0.0
         self.final_limit = 0.0
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were kept."""
+        return self.drafts - self.rejected
 
     def add(self, violation: Violation, count: int = 1) -> bool:
         """Count; say whether it is the first of its kind."""

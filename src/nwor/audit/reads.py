@@ -79,6 +79,7 @@ class Reads:
             | (found[:, STEP] != records.written[group, index, position])
         )
         self._reporter.findings.rows_checked += total
+        self._reporter.findings.reads += total
         if wrong.any():
             wrong &= named == slots  # those outside the cache are reported as such
             self._accuse(step, rows[which][wrong], group[wrong], position[wrong], slots[wrong])

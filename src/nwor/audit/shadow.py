@@ -133,6 +133,7 @@ class ShadowMap:
         """
         self._forget_step()
         for request in requests:
+            self.findings.ended += self._records.has_speculated(request)
             index = self._records.drop(request, self.names)
             if index is not None:
                 self._reads.forget(index)
@@ -219,6 +220,7 @@ class ShadowMap:
         self.findings.drafts += int(step.drafts.sum())
         self.findings.rejected += int((step.scheduled - kept).sum())
         self._records.known[step.index] = step.computed + kept
+        self._records.speculated[step.index] |= step.drafts > 0
         tables = batch.tables if tables is None else tables
         durable = self._writes.check_durable(
             step, tables, batch.slots if slots is None else slots, good

@@ -225,7 +225,7 @@ class RunnerAudit:
         accepted = np.where(step.drafts > 0, np.maximum(tokens - 1, 0), 0)
         discarded = self._runner.discard_request_mask.np[: len(step.requests)]
         kept = np.where(discarded, step.scheduled, step.scheduled - step.drafts + accepted)
-        self.findings.tokens += int(tokens.sum())
+        self.findings.tokens += int(tokens[~discarded].sum())
         durable = self.shadow.end_step(kept)
         if self._bytes is not None:
             self._bytes.check(self.shadow, durable)

@@ -157,11 +157,12 @@ class VllmAudit:
             same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             for number, (mine, theirs) in enumerate(zip(groups, reference[key], strict=True)):
                 at, a, b = np.intersect1d(mine[0], theirs[0], return_indices=True)
-                end = int(np.searchsorted(at, len(prompts[int(key)]) + same))
+                prompt = len(prompts[int(key)])
+                end = int(np.searchsorted(at, prompt + same))
                 rows = [
                     [part[:, i[:end]] for part in each[1]] for each, i in ((mine, a), (theirs, b))
                 ]
-                compare(findings, name, number, at[:end], *rows)
+                compare(findings, name, number, at[:end], prompt, *rows)
 
     @contextmanager
     def _no_drafts(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import pytest
 from nwor.audit import AuditLevel, Findings, Kind, Violation
 from nwor.audit.verdicts import Report, verdicts
 from nwor.audit.workload_file import find
-from nwor.audit.workloads import WORKLOADS, Job
+from nwor.audit.workloads import WORKLOADS, Job, stop_tokens
 from nwor.cli import audit, main
 from nwor.engine.audit_run import EngineAudit
 from nwor.vllm.audit_run import VllmAudit
@@ -202,6 +202,37 @@ def test_a_workload_that_did_not_do_what_it_is_for(
     assert main([*command, "--json", str(out)]) == audit.INCOMPLETE
     assert "preemption    not exercised: nobody waited\n" in capsys.readouterr().out
     assert json.loads(out.read_text())["workloads"][0]["not_exercised"] == "nobody waited"
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_every_workload_says_if_what_it_is_for_did_not_happen(name: str, engine: str) -> None:
+    workload, found = WORKLOADS[name], Findings()
+    assert workload.needs, "nothing is asked of it"
+    for count in workload.needs:
+        said = workload.not_exercised(found, engine)
+        assert (engine in workload.remarks) is (workload.needs[count] not in said)
+        found.drafts += 1  # what it is for may be a draft that was accepted
+        if count not in {"accepted", "drafts"}:
+            setattr(found, count, 1)
+    assert workload.not_exercised(found, engine) == ""
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "token"),
+    [
+        (3, [[5], [6, 7, 8], [9]], 7),  # 8 ends its step, 9 is alone; 7 has 8 behind it
+        (1, [[5], [6, 7, 8], [9]], 6),
+        (4, [[5], [6], [7], [8], [9, 10]], 9),
+        (4, [[5], [6, 5], [6, 6], [8]], 6),  # 6 stops in the second step, wherever it is meant
+        (2, [[5], [5, 5], [5, 5]], 5),  # no place to stop at but the first
+        (2, [[5], [6], [7], [8]], 7),
+    ],
+)
+def test_a_stop_inside_a_run(stop: int, steps: list[list[int]], token: int) -> None:
+    jobs = [Job("a", stop=stop, inside=True), Job("b"), Job("c", stop=1)]
+    answers = {"0": steps, "1": [[1], [2]], "2": [[3, 4, 5]]}
+    assert stop_tokens(jobs, lambda _: answers) == [token, None, 4]
 
 
 def test_a_workload_that_does_not_apply_is_named_and_left_out(

@@ -105,6 +105,11 @@ class Findings:
         rejected: rejected drafts seen; without any, a clean result proves nothing.
         adopted: rows of cached prefixes taken over by other requests.
         ended: requests that gave their pages up after drafts of theirs were verified.
+        joined: requests that came while others had pages.
+        left: requests that gave theirs up while others kept them.
+        crossed: windows with rows in two pages.
+        cut: tokens that were accepted or sampled and are not in the answer: behind a stop, or a limit.
+        aborted: requests aborted after a window of theirs, while others went on.
         preempted: times that a request gave its pages up and had to wait for others.
         final_rows: rows of ended requests compared with a run without speculation.
         final_answers: how many of them are rows of answers, not of prompts.
@@ -125,6 +130,11 @@ class Findings:
         self.rejected = 0
         self.adopted = 0
         self.ended = 0
+        self.joined = 0
+        self.left = 0
+        self.crossed = 0
+        self.cut = 0
+        self.aborted = 0
         self.preempted = 0
         self.final_rows = 0
         self.final_answers = 0

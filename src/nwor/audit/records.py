@@ -65,6 +65,9 @@ class Records:
             self.serial[index] = self._serials
         return np.array([self._index[request] for request in requests], np.int64)
 
+    def __len__(self) -> int:
+        return len(self._index)
+
     def has_speculated(self, request: str) -> bool:
         """Say whether drafts of a request have been verified; False for one that has no record."""
         index = self._index.get(request)

@@ -247,6 +247,9 @@ class AuditedEngine(Engine):
         verdicts, cuts = super()._transact(segments, watched)
         self.books.end([1 + min(v.accepted, c.length) for v, c in zip(verdicts, cuts, strict=True)])
         self.findings.tokens += sum(cut.length for cut in cuts)
+        self.findings.cut += sum(
+            v.accepted + 1 - c.length for v, c in zip(verdicts, cuts, strict=True)
+        )
         return verdicts, cuts
 
     def _retire(self, active: Sequence[Request]) -> list[Request]:

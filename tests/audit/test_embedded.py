@@ -131,7 +131,10 @@ def test_an_unknown_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def answered(jobs: Sequence[Job], stop: int | None = None) -> tuple[Findings, list[list[int]]]:
-    """Findings, and the tokens of each step of the first job, which stops at `stop`; drafts are right."""
+    """Findings, and the tokens of each step of the first job, which stops at `stop`.
+
+    All drafts are right.
+    """
     model, prompts = models.tiny("llama"), PROMPTS[: len(jobs)]
     answers = {tuple(prompt): models.stock_greedy(model, prompt, 40) for prompt in prompts}
     with JobEngine(

@@ -108,7 +108,7 @@ class Findings:
         joined: requests that came while others had pages.
         left: requests that gave theirs up while others kept them.
         crossed: windows with rows in two pages.
-        cut: tokens that were accepted or sampled and are not in the answer: behind a stop, or a limit.
+        cut: tokens that a step accepted or sampled behind a stop token.
         aborted: requests aborted after a window of theirs, while others went on.
         preempted: times that a request gave its pages up and had to wait for others.
         final_rows: rows of ended requests compared with a run without speculation.

@@ -116,8 +116,8 @@ def _exercised(name: str, reports: Sequence[Report], level: AuditLevel) -> tuple
             done, text = _answers(reports)
         case _:
             done = total["ended"] > 0
-            text = f"staging pages followed over {total['steps']} steps; {total['ended']} requests "
-            text += "with verified drafts ended"
+            text = f"staging pages followed over {total['steps']} steps, "
+            text += f"requests that ended after verified drafts: {total['ended']}"
             if total["preempted"]:
                 text += f", preemptions: {total['preempted']}"
     return done, text

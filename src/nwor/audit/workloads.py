@@ -114,7 +114,7 @@ WORKLOADS: dict[str, Workload] = {
             Job(FACTS, 40, stop=9, inside=True),
         ),
         "stops inside a run of accepted drafts",
-        needs={"cut": "no stop or limit fell inside a run of accepted drafts"},
+        needs={"cut": "no stop fell inside a run of accepted drafts"},
     ),
     "aborts": Workload(
         (Job(LIST, 40, abort=6), Job(CODE, 40, abort=9), Job(FACTS, 40)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -189,11 +190,13 @@ class VllmAudit:
         self._runner.nwor.set_mode(mode)
         self._audit.watch(self._level)
         self._audit.keep_final, self._audit.final = self._level is AuditLevel.BYTES, {}
+        self._audit.sampled = Counter()
         self._prompts = [prompt_ids(job, self.llm.get_tokenizer()) for job in jobs]
         with self._only(scarce):
             answers = self._answers(jobs, stops)
         findings = self._audit.findings
-        findings.cut = findings.tokens - sum(map(len, self._emitted.values()))
+        sampled = {name.partition("-")[0]: n for name, n in self._audit.sampled.items()}
+        findings.cut = sum(sampled[name] - len(answers[name]) for name in self._stopped)
         return answers, findings
 
     @contextmanager
@@ -215,6 +218,7 @@ class VllmAudit:
         answers: dict[str, list[int]] = {}
         self._emitted: dict[str, list[int]] = {str(i): [] for i in waiting}  # of aborted ones too
         self._steps: dict[str, list[list[int]]] = {str(i): [] for i in waiting}
+        self._stopped: set[str] = set()
         step = 0
         while waiting or engine.has_unfinished_requests():
             for i in [i for i, job in waiting.items() if job.arrive <= step]:
@@ -235,6 +239,8 @@ class VllmAudit:
                 self._emitted[output.request_id] = tokens
                 if output.finished:
                     answers[output.request_id] = self._emitted[output.request_id]
+                    if output.outputs[0].finish_reason == "stop":
+                        self._stopped.add(output.request_id)
             step += 1
         engine.step()  # tells the worker that all have finished
         return answers

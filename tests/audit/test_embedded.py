@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import nwor.engine.core
 import nwor.engine.step
 from engine import conftest, models
+from engine.helpers import Oracle
 from nwor.audit import AuditLevel, Findings, Kind
 from nwor.audit.workloads import Job
 from nwor.cache import RowWindow
@@ -129,6 +130,46 @@ def test_an_unknown_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "known: adversary, prompt-lookup, model:" in capsys.readouterr().err
 
 
+def answered(jobs: Sequence[Job], stop: int | None = None) -> tuple[Findings, list[list[int]]]:
+    """Findings, and the tokens of each step of the first job, which stops at `stop`.
+
+    All drafts are right.
+    """
+    model, prompts = models.tiny("llama"), PROMPTS[: len(jobs)]
+    answers = {tuple(prompt): models.stock_greedy(model, prompt, 40) for prompt in prompts}
+    with JobEngine(
+        model,
+        level=AuditLevel.METADATA,
+        drafter=Oracle(answers),
+        max_batch=3,
+        max_length=80,
+        max_draft=K,
+    ) as engine:
+        engine.stops = [stop, *[None] * (len(jobs) - 1)]
+        runs = list(engine.start(jobs, prompts, K))
+        return engine.findings, [run.tokens for run in runs if run.request.index == 0]
+
+
+def test_a_stop_inside_a_run_is_told_from_one_at_its_end() -> None:
+    job = [Job("", tokens=20)]
+    found, steps = answered(job)
+    assert found.cut == 0
+    behind = [(token, len(step) - 1 - at) for step in steps for at, token in enumerate(step)]
+    first = dict(reversed(behind))
+    assert min(first.values()) == 0 < max(first.values())
+    assert {token: answered(job, token)[0].cut for token in first} == first
+
+
+@pytest.mark.parametrize(
+    ("abort", "others", "counted"), [(6, True, 1), (1, True, 0), (6, False, 0)]
+)
+def test_an_abort_counts_after_a_window_and_while_others_go_on(
+    abort: int, others: bool, counted: int
+) -> None:
+    jobs = [Job("", tokens=40, abort=abort), Job("", tokens=40)]
+    assert answered(jobs[: 1 + others])[0].aborted == counted
+
+
 # -- engines with one thing wrong ----------------------------------------------------------------
 
 
@@ -219,6 +260,7 @@ def the_newest_durable_row_unseen(patch: pytest.MonkeyPatch) -> None:
 
 
 _ROWS = {Kind.REJECTED_IN_DURABLE, Kind.FOREIGN_WRITE}
+_READS = {Kind.UNWRITTEN_READ, Kind.FOREIGN_READ, Kind.REJECTED_READ, Kind.STALE_READ}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +270,7 @@ _ROWS = {Kind.REJECTED_IN_DURABLE, Kind.FOREIGN_WRITE}
         (one_row_too_few, {Kind.ROW_LOST}),
         (a_slot_too_far, {Kind.FOREIGN_WRITE, Kind.ROW_LOST}),
         (a_layer_forgotten, {Kind.BYTES_LOST}),
-        (a_page_given_twice, {Kind.WRONG_READ}),
+        (a_page_given_twice, {Kind.FOREIGN_READ}),
         (a_page_lost, {Kind.LEAK}),
         (the_newest_durable_row_unseen, {Kind.FINAL_DIFFERS}),
     ],
@@ -240,5 +282,5 @@ def test_a_broken_engine(
     found, _ = audited(mode="immediate" if break_it is a_page_given_twice else "stage")
     assert kinds <= set(found.counts), found.first
     if Kind.FINAL_DIFFERS in kinds or Kind.BYTES_LOST in kinds:  # what metadata cannot see
-        assert not {Kind.ROW_LOST, Kind.WRONG_READ, *_ROWS} & set(found.counts)
+        assert not {Kind.ROW_LOST, *_READS, *_ROWS} & set(found.counts)
     assert all(violation.step for violation in found.first.values())

@@ -128,6 +128,60 @@ def test_the_first_of_each_kind_is_told_with_its_place() -> None:
     assert books.findings.rejected == 2
 
 
+def test_what_counts_as_read_and_as_ended() -> None:
+    """A prompt's first rows are checked where they are written; nothing is read before them."""
+    books = shadow()
+    books.forward(batch(drafts=np.array([0])))
+    books.end_step([3])
+    assert books.findings.rows_checked == 6  # before and after the forward
+    assert books.findings.reads == 0
+    books.freed(["a", "a stranger"])
+    assert books.findings.ended == 0, "it had no draft"
+    books.forward(batch(drafts=np.array([0])))
+    books.end_step([3])
+    window = {"computed": np.array([3]), "scheduled": np.array([2])}
+    places = {"tables": [np.array([[3, 4, 0]])], "slots": [np.array([15, 16])]}
+    books.forward(batch(**window, **places))
+    books.end_step([2])
+    assert books.findings.reads == 3
+    assert books.findings.accepted == 1
+    books.freed(["a"])
+    assert books.findings.ended == 1
+    assert not books.findings.counts
+
+
+def test_who_comes_and_goes_while_others_are_there() -> None:
+    books = shadow()
+    for name, page in (("a", 3), ("b", 4)):
+        places = {"tables": [np.array([[page, 0, 0]])], "slots": [page * 4 + np.arange(3)]}
+        books.forward(batch(requests=[name], drafts=np.array([0]), **places))
+        books.end_step([3])
+    assert (books.findings.joined, books.findings.left) == (1, 0)
+    books.freed(["a"])
+    assert books.findings.left == 1
+    books.freed(["b"])
+    assert books.findings.left == 1, "nobody was left behind"
+
+
+@pytest.mark.parametrize(
+    ("computed", "rows", "drafts", "crossed"),
+    [(1, 3, 2, 0), (1, 4, 3, 1), (3, 2, 1, 1), (4, 4, 3, 0), (2, 4, 0, 0)],
+)
+def test_windows_across_the_edge_of_a_page(
+    computed: int, rows: int, drafts: int, crossed: int
+) -> None:
+    """Pages of four rows; rows of a prompt are no window."""
+    books = shadow()
+    table, positions = np.array([[3, 4, 0]]), np.arange(8)
+    for first, count, guessed in ((0, computed, 0), (computed, rows, drafts)):
+        changes = {"scheduled": np.array([count]), "drafts": np.array([guessed])}
+        slots = 12 + positions[first : first + count]
+        books.forward(batch(computed=np.array([first]), tables=[table], slots=[slots], **changes))
+        books.end_step([count])
+    assert not books.findings.counts
+    assert books.findings.crossed == crossed
+
+
 def test_leases_of_requests_that_are_gone() -> None:
     books = shadow()
     books.forward(batch())

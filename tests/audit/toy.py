@@ -185,31 +185,43 @@ class ToyEngine:
 
     def spoil(self, names: list[str], rows: list[tuple[str, int, bool]]) -> None:
         """Get wrong what kernels will see, once the engine has something to get wrong."""
-        table, slots = self.tables[0], self.slots[0]
-        last = len(rows) - 1
         old = [r for r, n in enumerate(names) if self.requests[n].length >= 2 * PAGE]
+        if old:
+            self.spoil_tables(old, names)
+        slots, last = self.slots[0], len(rows) - 1
         match self.bug:
-            case "stale_block_table_row" if len(old) > 1:
-                table[old[0], 0] = table[old[1], 0]
-            case "optimistic_eviction" if old:
-                length = self.requests[names[old[0]]].length
-                self.tables[1][old[0], (length - WINDOWS[1] + 1) // PAGE] = 0
-            case "length_off_by_one" if old:
-                self.computed[old[0]] += 1
             case "null_page_write":
                 slots[last] = 0
             case "negative_slot":
                 slots[last] = -1
             case "slot_outside_the_cache":
                 slots[last] = PAGES * PAGE + 5
-            case "page_outside_the_cache" if old:
-                table[old[0], 0] = PAGES + 5
             case "two_rows_in_one_slot" if last:
                 slots[last] = slots[last - 1]
             case "early_free" if len(old) > 1:
                 pages = self.requests[names[old[1]]].pages[0]
                 at = next(i for i, row in enumerate(rows) if row[0] == names[old[0]])
                 slots[at] = pages[0] * PAGE
+
+    def spoil_tables(self, old: list[int], names: list[str]) -> None:
+        """Get wrong what the first of the batch rows `old`, which have some pages, will read."""
+        table, first, name = self.tables[0], old[0], names[old[0]]
+        length = self.requests[name].length
+        match self.bug:
+            case "stale_block_table_row" if len(old) > 1:
+                table[first, 0] = table[old[1], 0]
+            case "page_nobody_wrote":
+                table[first, 0] = FIRST_STAGING - 1
+            case "two_pages_swapped":
+                table[first, :2] = table[first, 1::-1]
+            case "staging_page_of_an_earlier_window":
+                table[first, (length - 1) // PAGE] = self.staged(name, 0, length - 1) // PAGE
+            case "optimistic_eviction":
+                self.tables[1][first, (length - WINDOWS[1] + 1) // PAGE] = 0
+            case "length_off_by_one":
+                self.computed[first] += 1
+            case "page_outside_the_cache":
+                table[first, 0] = PAGES + 5
 
 
 def live(engine: ToyEngine, seed: int, steps: int = 120) -> ToyEngine:

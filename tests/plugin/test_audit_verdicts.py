@@ -8,7 +8,7 @@ import pytest
 from nwor.audit import AuditLevel, Findings, Kind, Violation
 from nwor.audit.verdicts import Report, verdicts
 from nwor.audit.workload_file import find
-from nwor.audit.workloads import WORKLOADS, Job
+from nwor.audit.workloads import WORKLOADS, Job, stop_tokens
 from nwor.cli import audit, main
 from nwor.engine.audit_run import EngineAudit
 from nwor.vllm.audit_run import VllmAudit
@@ -22,7 +22,15 @@ def findings(**counts: int) -> Findings:
 
 
 def busy() -> Findings:
-    return findings(steps=9, rows_checked=100, drafts=20, rejected=5, adopted=3, tokens=20)
+    """All that the invariants are put to the test by."""
+    counts = {"steps": 9, "rows_checked": 100, "reads": 70, "drafts": 20, "rejected": 5}
+    return findings(**counts, adopted=3, ended=2, final_rows=7, final_answers=4, tokens=20)
+
+
+def report(name: str = "code", **options: object) -> Report:
+    """A workload that put everything to the test, and its control."""
+    ran = {"findings": busy(), "control": busy(), "same_tokens": True, "tokens": {"0": [1, 2]}}
+    return Report(name, **(ran | options))
 
 
 def held(reports: list[Report], level: AuditLevel) -> dict[str, bool | None]:
@@ -30,16 +38,36 @@ def held(reports: list[Report], level: AuditLevel) -> dict[str, bool | None]:
 
 
 def test_everything_put_to_the_test_and_held() -> None:
-    report = Report("code", busy(), control=busy(), same_tokens=True)
-    assert held([report], AuditLevel.BYTES) == dict.fromkeys(
+    assert held([report()], AuditLevel.BYTES) == dict.fromkeys(
         ("I1", "I2", "I3", "I4", "I5", "I6"), True
     )
 
 
-def test_what_did_not_happen_is_not_proven() -> None:
-    quiet = findings(steps=9, rows_checked=100, drafts=20, rejected=0, adopted=0)
-    judged = held([Report("code", quiet)], AuditLevel.METADATA)
-    assert judged == {"I1": None, "I2": None, "I3": None, "I4": True, "I5": None, "I6": True}
+@pytest.mark.parametrize(
+    ("unproven", "counts"),
+    [
+        ({"I1"}, {"rejected": 0}),
+        ({"I2"}, {"rejected": 20}),  # nothing was accepted: windows moved no draft home
+        ({"I2"}, {"final_answers": 0}),  # rows of prompts alone: no window wrote them
+        ({"I3"}, {"adopted": 0}),
+        ({"I4"}, {"reads": 0}),  # rows were checked, none of them one that attention reads
+        ({"I1", "I2", "I5"}, {"drafts": 0, "rejected": 0}),
+        ({"I6"}, {"ended": 0}),  # steps, but nobody gave staging pages back
+    ],
+)
+def test_what_did_not_happen_is_not_proven(unproven: set[str], counts: dict[str, int]) -> None:
+    quiet = busy()
+    for name, count in counts.items():
+        setattr(quiet, name, count)
+    judged = held([report(findings=quiet)], AuditLevel.BYTES)
+    assert judged == {name: None if name in unproven else True for name in judged}
+
+
+def test_what_was_not_looked_at_is_not_proven() -> None:
+    """No bytes, no control; and a control whose answers are as empty as the run's."""
+    judged = held([report(control=None, same_tokens=None)], AuditLevel.METADATA)
+    assert [name for name, value in judged.items() if value is None] == ["I2", "I5"]
+    assert held([report(tokens={"0": []})], AuditLevel.BYTES)["I5"] is None
 
 
 def test_nothing_ran() -> None:
@@ -50,10 +78,7 @@ def test_nothing_ran() -> None:
 def test_any_violation_breaks_its_invariant_and_names_the_place(kind: Kind) -> None:
     broken = busy()
     broken.add(Violation(kind, 7, request="r", group=1, position=33, slot=161), 4)
-    good = Report("repetitive", busy(), control=busy(), same_tokens=True)
-    judged = verdicts(
-        [good, Report("code", broken, control=busy(), same_tokens=True)], AuditLevel.BYTES
-    )
+    judged = verdicts([report("repetitive"), report(findings=broken)], AuditLevel.BYTES)
     assert {v.invariant for v in judged if v.held is False} == {kind.invariant}
     text = next(v.text for v in judged if v.held is False)
     assert text.startswith("code: ")
@@ -62,8 +87,7 @@ def test_any_violation_breaks_its_invariant_and_names_the_place(kind: Kind) -> N
 
 
 def test_other_answers_than_stock_break_identity() -> None:
-    report = Report("code", busy(), control=busy(), same_tokens=False)
-    assert held([report], AuditLevel.BYTES)["I5"] is False
+    assert held([report(same_tokens=False)], AuditLevel.BYTES)["I5"] is False
 
 
 @pytest.mark.parametrize(
@@ -117,9 +141,9 @@ def test_the_default_engine(
 
 
 def test_an_invariant_that_does_not_apply_does_not_count() -> None:
-    alone = findings(steps=9, rows_checked=100, drafts=20, rejected=5, final_rows=7, final_equal=7)
-    report = Report("code", alone, control=busy(), same_tokens=True)
-    judged = verdicts([report], AuditLevel.BYTES, shares=False)
+    alone = busy()
+    alone.adopted = 0
+    judged = verdicts([report(findings=alone)], AuditLevel.BYTES, shares=False)
     assert [(v.invariant, v.held) for v in judged if not v.applies] == [("I3", None)]
     assert all(v.held for v in judged if v.applies)
     assert "7 final rows" in next(v.text for v in judged if v.invariant == "I2")
@@ -128,7 +152,7 @@ def test_an_invariant_that_does_not_apply_does_not_count() -> None:
 def test_the_table_fits_a_terminal() -> None:
     broken = busy()
     broken.add(Violation(Kind.FINAL_DIFFERS, 123456, "3-aa17691f", 11, 17, 100000, 9999999), 4)
-    reports = [Report("repetitive", broken, control=busy(), same_tokens=True)]
+    reports = [report("repetitive", findings=broken)]
     shown = audit.table(reports, verdicts(reports, AuditLevel.BYTES), EngineAudit.control, {})
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -136,9 +160,9 @@ def test_the_table_fits_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("reports", "code"),
     [
-        ([Report("code", busy(), busy(), same_tokens=True)], 0),
-        ([Report("code", busy(), busy(), same_tokens=False)], audit.BROKEN),
-        ([Report("code", busy())], audit.INCOMPLETE),
+        ([report()], 0),
+        ([report(same_tokens=False)], audit.BROKEN),
+        ([report(control=None, same_tokens=None)], audit.INCOMPLETE),
     ],
 )
 def test_exit_code_table_and_json(
@@ -161,13 +185,15 @@ def test_exit_code_table_and_json(
     assert found["model"] == "gemma"
     assert found["runner"] is None, "no engine was started"
     assert [v["invariant"] for v in found["verdicts"]] == ["I1", "I2", "I3", "I4", "I5", "I6"]
-    assert found["workloads"][0]["staged"]["rejected"] == 5
+    staged = found["workloads"][0]["staged"]
+    assert (staged["rejected"], staged["reads"], staged["ended"]) == (5, 70, 2)
+    assert "70 rows that attention reads checked" in shown
 
 
 def test_a_workload_that_did_not_do_what_it_is_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quiet = Report("preemption", busy(), busy(), same_tokens=True, not_exercised="nobody waited")
+    quiet = report("preemption", not_exercised="nobody waited")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(VllmAudit, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(VllmAudit, "run", lambda *_, **__: quiet)
@@ -178,6 +204,37 @@ def test_a_workload_that_did_not_do_what_it_is_for(
     assert json.loads(out.read_text())["workloads"][0]["not_exercised"] == "nobody waited"
 
 
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_every_workload_says_if_what_it_is_for_did_not_happen(name: str, engine: str) -> None:
+    workload, found = WORKLOADS[name], Findings()
+    assert workload.needs, "nothing is asked of it"
+    for count in workload.needs:
+        said = workload.not_exercised(found, engine)
+        assert (engine in workload.remarks) is (workload.needs[count] not in said)
+        found.drafts += 1  # what it is for may be a draft that was accepted
+        if count not in {"accepted", "drafts"}:
+            setattr(found, count, 1)
+    assert workload.not_exercised(found, engine) == ""
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "token"),
+    [
+        (3, [[5], [6, 7, 8], [9]], 7),  # 8 ends its step, 9 is alone; 7 has 8 behind it
+        (1, [[5], [6, 7, 8], [9]], 6),
+        (4, [[5], [6], [7], [8], [9, 10]], 9),
+        (4, [[5], [6, 5], [6, 6], [8]], 6),  # 6 stops in the second step, wherever it is meant
+        (2, [[5], [5, 5], [5, 5]], 5),  # no place to stop at but the first
+        (2, [[5], [6], [7], [8]], 7),
+    ],
+)
+def test_a_stop_inside_a_run(stop: int, steps: list[list[int]], token: int) -> None:
+    jobs = [Job("a", stop=stop, inside=True), Job("b"), Job("c", stop=1)]
+    answers = {"0": steps, "1": [[1], [2]], "2": [[3, 4, 5]]}
+    assert stop_tokens(jobs, lambda _: answers) == [token, None, 4]
+
+
 def test_a_workload_that_does_not_apply_is_named_and_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +242,7 @@ def test_a_workload_that_does_not_apply_is_named_and_left_out(
 
     def run(_: object, name: str, *__: object, **___: object) -> Report:
         ran.append(name)
-        return Report(name, busy(), busy(), same_tokens=True)
+        return report(name)
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(EngineAudit, "__init__", lambda *_, **__: None)

@@ -152,6 +152,9 @@ def forget_one_layer(patch: Patch, llm: Engine) -> None:
     patch.setattr(llm, "mended", lambda: object.__setattr__(storage, "move", move), raising=False)
 
 
+READS = {Kind.UNWRITTEN_READ, Kind.FOREIGN_READ, Kind.REJECTED_READ, Kind.STALE_READ}
+"""One of them, according to what the staging page held before."""
+
 MUTANTS: dict[Callable[[Patch, Engine], None], set[Kind]] = {
     skip_the_undo: {Kind.NOT_RESTORED},
     commit_before_sampling: {Kind.EARLY_COMMIT, Kind.REJECTED_IN_DURABLE},
@@ -163,8 +166,8 @@ MUTANTS: dict[Callable[[Patch, Engine], None], set[Kind]] = {
     shift_the_source_by_one: {Kind.ROW_LOST},
     shift_the_target_by_one: {Kind.ROW_LOST, Kind.FOREIGN_WRITE},
     swap_two_rows: {Kind.ROW_LOST},
-    fill_in_one_row_too_few: {Kind.WRONG_READ},
-    fill_in_nothing: {Kind.WRONG_READ},
+    fill_in_one_row_too_few: READS,
+    fill_in_nothing: READS,
     leak_staging_pages: {Kind.LEAK},
     lease_the_same_pages_twice: {Kind.DOUBLE_WRITE},
     leave_the_slot_mapping_alone: {Kind.DISAGREE, Kind.REJECTED_IN_DURABLE},
@@ -185,9 +188,10 @@ def test_caught(engine: Get, monkeypatch: Patch, mutant: Callable[[Patch, Engine
         mutant(patch, llm)
         found = run(llm, audit)
         getattr(llm, "mended", lambda: None)()
-    missed = MUTANTS[mutant] - set(found.counts)
-    assert not missed, f"found only {found.counts}"
-    for kind in MUTANTS[mutant]:
+    wanted = MUTANTS[mutant]
+    seen = wanted & set(found.counts)
+    assert seen if wanted is READS else seen == wanted, f"found only {found.counts}"
+    for kind in seen:
         first = found.first[kind]
         assert first.step > 1, first
         assert first.slot >= 0 or first.request, f"no place: {first}"

@@ -28,6 +28,7 @@ def compare(
     request: str,
     group: int,
     positions: Ints,
+    prompt: int,
     found: Sequence[Tensor],
     wanted: Sequence[Tensor],
 ) -> None:
@@ -38,6 +39,7 @@ def compare(
         request: whose rows they are.
         group: cache group of the rows.
         positions: ``[n]``, position of each row.
+        prompt: tokens of the request's prompt; rows from there on are those that windows can spoil.
         found: K and V ``[layers, n, heads, dim]`` of the run that speculated.
         wanted: those of the run that did not.
     """
@@ -56,6 +58,7 @@ def compare(
         findings.final_abs = max(findings.final_abs, float(difference.abs().max()))
     findings.final_limit = max(findings.final_limit, limit)
     findings.final_rows += len(positions)
+    findings.final_answers += int((positions >= prompt).sum())
     findings.final_equal += int(equal.all(0).sum())
     if wrong.any():
         layer, at = torch.nonzero(wrong)[0].tolist()

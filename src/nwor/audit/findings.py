@@ -19,7 +19,10 @@ class Kind(StrEnum):
     DOUBLE_WRITE = "slot_written_twice_in_a_step"
     NULL_WRITE = "write_to_null_page_or_negative_slot"
     OUTSIDE = "page_or_slot_outside_the_cache"
-    WRONG_READ = "attention_reads_a_wrong_row"
+    UNWRITTEN_READ = "attention_reads_a_row_never_written"
+    FOREIGN_READ = "attention_reads_a_row_of_another_request"
+    REJECTED_READ = "attention_reads_a_rejected_row"
+    STALE_READ = "attention_reads_a_stale_row"
     DISAGREE = "block_table_and_slot_mapping_disagree"
     NOT_RESTORED = "table_names_a_staging_page_after_the_step"
     PUBLISHED = "shared_prefix_holds_rows_nobody_accepted"
@@ -44,7 +47,10 @@ _INVARIANTS = {
     Kind.DOUBLE_WRITE: "I1",
     Kind.NULL_WRITE: "I1",
     Kind.OUTSIDE: "I4",
-    Kind.WRONG_READ: "I4",
+    Kind.UNWRITTEN_READ: "I4",
+    Kind.FOREIGN_READ: "I4",
+    Kind.REJECTED_READ: "I4",
+    Kind.STALE_READ: "I4",
     Kind.DISAGREE: "I4",
     Kind.NOT_RESTORED: "I6",
     Kind.PUBLISHED: "I3",
@@ -91,14 +97,22 @@ class Findings:
     Attributes:
         counts: by kind.
         first: the first of each kind.
-        rows_checked: rows whose name was compared.
+        rows_checked: names that were compared, in all checks.
+        reads: those of rows that attention reads, written before the step.
         steps: steps seen.
         tokens: tokens sampled.
         drafts: drafts verified.
         rejected: rejected drafts seen; without any, a clean result proves nothing.
         adopted: rows of cached prefixes taken over by other requests.
+        ended: requests that gave their pages up after drafts of theirs were verified.
+        joined: requests that came while others had pages.
+        left: requests that gave theirs up while others kept them.
+        crossed: windows with rows in two pages.
+        cut: tokens that a step accepted or sampled behind a stop token.
+        aborted: requests aborted after a window of theirs, while others went on.
         preempted: times that a request gave its pages up and had to wait for others.
         final_rows: rows of ended requests compared with a run without speculation.
+        final_answers: how many of them are rows of answers, not of prompts.
         final_equal: how many of them were equal bit for bit, in all layers.
         final_error: largest norm of a difference, in norms of the row.
         final_abs: largest difference of an element.
@@ -109,17 +123,30 @@ class Findings:
         self.counts: Counter[Kind] = Counter()
         self.first: dict[Kind, Violation] = {}
         self.rows_checked = 0
+        self.reads = 0
         self.steps = 0
         self.tokens = 0
         self.drafts = 0
         self.rejected = 0
         self.adopted = 0
+        self.ended = 0
+        self.joined = 0
+        self.left = 0
+        self.crossed = 0
+        self.cut = 0
+        self.aborted = 0
         self.preempted = 0
         self.final_rows = 0
+        self.final_answers = 0
         self.final_equal = 0
         self.final_error = 0.0
         self.final_abs = 0.0
         self.final_limit = 0.0
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were kept."""
+        return self.drafts - self.rejected
 
     def add(self, violation: Violation, count: int = 1) -> bool:
         """Count; say whether it is the first of its kind."""

@@ -70,7 +70,8 @@ class Reads:
         which = np.repeat(np.arange(len(rows)), counts)
         position = np.arange(total) - (np.cumsum(counts) - counts - low)[which]
         index, group = step.index[rows][which], groups[which]
-        slots = self._inside((pages * size)[which] + position % size)
+        named = (pages * size)[which] + position % size
+        slots = self._inside(named)
         found = self._names.rows[slots]
         wrong = (
             (found[:, OWNER] != records.owner[group, index, position])
@@ -78,15 +79,32 @@ class Reads:
             | (found[:, STEP] != records.written[group, index, position])
         )
         self._reporter.findings.rows_checked += total
-        self._reporter.offend_at(
-            Kind.WRONG_READ,
-            wrong,
-            requests=step.requests,
-            request=rows[which],
-            group=group,
-            position=position,
-            slots=slots,
-        )
+        self._reporter.findings.reads += total
+        if wrong.any():
+            wrong &= named == slots  # those outside the cache are reported as such
+            self._accuse(step, rows[which][wrong], group[wrong], position[wrong], slots[wrong])
+
+    def _accuse(self, step: Step, row: Ints, group: Ints, position: Ints, slots: Ints) -> None:
+        """Say what the wrong rows are; called for those alone, so that sound steps do not pay."""
+        found = self._names.rows[slots]
+        owner, reader = found[:, OWNER], self._records.serial[step.index[row]]
+        earlier = found[:, STEP] != self._reporter.findings.steps
+        kinds = {
+            Kind.UNWRITTEN_READ: owner == 0,
+            Kind.FOREIGN_READ: owner != reader,
+            Kind.REJECTED_READ: earlier & ~self._names.accepted[slots],
+        }
+        is_kind = np.select(list(kinds.values()), range(len(kinds)), len(kinds))
+        for number, kind in enumerate((*kinds, Kind.STALE_READ)):
+            self._reporter.offend_at(
+                kind,
+                is_kind == number,
+                requests=step.requests,
+                request=row,
+                group=group,
+                position=position,
+                slots=slots,
+            )
 
     def _dirty(self, step: Step, batch: Batch) -> tuple[Ints, Ints, Ints, Ints]:
         """Return group, batch row, column and page of what has to be looked at."""

@@ -20,6 +20,7 @@ class Records:
     Attributes:
         known: ``[records]``, accepted rows: the watermark.
         serial: ``[records]``, name of the owner, never used twice.
+        speculated: ``[records]``, drafts of the request have been verified.
         owner: ``[groups, records, positions]``, owner of the row that should be there.
         written: the same, step that wrote it.
         pages: ``[groups, records, columns]``, page the request uses there; 0 for none.
@@ -33,6 +34,7 @@ class Records:
         self._serials = 0
         self.known = np.zeros(number, np.int64)
         self.serial = np.zeros(number, np.int32)
+        self.speculated = np.zeros(number, np.bool_)
         self.owner: Names = np.zeros((groups, number, length), np.int32)
         self.written: Names = np.zeros((groups, number, length), np.int32)
         self.pages: Ints = np.zeros((groups, number, (length - 1) // page_size + 1), np.int64)
@@ -63,6 +65,14 @@ class Records:
             self.serial[index] = self._serials
         return np.array([self._index[request] for request in requests], np.int64)
 
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def has_speculated(self, request: str) -> bool:
+        """Say whether drafts of a request have been verified; False for one that has no record."""
+        index = self._index.get(request)
+        return index is not None and bool(self.speculated[index])
+
     def slots(self, request: str) -> Ints | None:
         """Return the slots of a request's accepted rows, ``[groups, rows]``, 0 where it has no page."""
         index = self._index.get(request)
@@ -80,7 +90,9 @@ class Records:
             return None
         np.subtract.at(names.users, self.pages[:, index].ravel(), 1)
         self.pages[:, index] = 0
+        self.owner[:, index] = self.written[:, index] = 0  # nothing the next owner should find
         self.known[index] = 0
+        self.speculated[index] = False
         self._free.append(index)
         return index
 

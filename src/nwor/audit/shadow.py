@@ -123,6 +123,10 @@ class ShadowMap:
         """
         return self._records.slots(request)
 
+    def speculated(self) -> list[str]:
+        """Return the requests that have had drafts verified, of those that have pages."""
+        return [name for name in self._records.requests if self._records.has_speculated(name)]
+
     # -- one step --------------------------------------------------------------------------------
 
     def freed(self, requests: Iterable[str]) -> None:
@@ -132,10 +136,14 @@ class ShadowMap:
         forward raised, is forgotten. Unknown requests are ignored.
         """
         self._forget_step()
+        before = len(self._records)
         for request in requests:
+            self.findings.ended += self._records.has_speculated(request)
             index = self._records.drop(request, self.names)
             if index is not None:
                 self._reads.forget(index)
+        if len(self._records):
+            self.findings.left += before - len(self._records)
 
     def forward(self, batch: Batch) -> None:
         """Check what kernels will read and write; then name what they write.
@@ -148,7 +156,10 @@ class ShadowMap:
         self.findings.steps += 1
         if not len(step.requests):
             return
+        before = len(self._records)
         step.index = self._records.find(step.requests)
+        if before:
+            self.findings.joined += len(self._records) - before
         self.step, self._batch, self._phase = step, batch, _Phase.FORWARD
         self._writes.check(step, batch)
         names = np.empty((len(step.position), 3), np.int32)
@@ -219,6 +230,11 @@ class ShadowMap:
         self.findings.drafts += int(step.drafts.sum())
         self.findings.rejected += int((step.scheduled - kept).sum())
         self._records.known[step.index] = step.computed + kept
+        windows = step.drafts > 0
+        self._records.speculated[step.index] |= windows
+        ends = step.computed + step.scheduled - 1
+        crossing = step.computed // self.page_size != ends // self.page_size
+        self.findings.crossed += int((windows & crossing).sum())
         tables = batch.tables if tables is None else tables
         durable = self._writes.check_durable(
             step, tables, batch.slots if slots is None else slots, good

@@ -143,7 +143,7 @@ class Audit(Protocol):
     Attributes:
         control: what the control group is.
         runner: which of an engine's model runners was audited; None if it has only one.
-        shares: the engine shares or exports pages.
+        shares: requests of the engine take over pages of others.
     """
 
     control: str

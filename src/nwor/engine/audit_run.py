@@ -89,11 +89,23 @@ class JobEngine(AuditedEngine):
         return admitted
 
     def _retire(self, active: Sequence[Request]) -> list[Request]:
+        due = []
         for request in active:
             abort = self.jobs[request.index].abort
             if request.finish is None and 0 < abort <= self._clock:
                 request.finish = FinishReason.INTERRUPTED
+                due.append(str(request.index))
+        if any(request.finish is None for request in active):
+            self.findings.aborted += len(set(due) & set(self.books.shadow.speculated()))
         return super()._retire(active)
+
+
+_Steps = dict[str, list[list[int]]]
+"""By the job's number, the tokens of each step."""
+
+
+def _joined(steps: _Steps) -> dict[str, list[int]]:
+    return {name: [token for step in each for token in step] for name, each in steps.items()}
 
 
 class EngineAudit:
@@ -142,16 +154,18 @@ class EngineAudit:
         jobs = workload.jobs
         nowhere = [None] * len(jobs)
         stops = stop_tokens(jobs, lambda jobs: self._written_through(jobs, nowhere)[0])
-        tokens, findings = self._once(Mode.STAGE, jobs, stops, self._level)
+        steps, findings = self._once(Mode.STAGE, jobs, stops, self._level)
+        tokens = _joined(steps)
         report = Report(name, findings, tokens=tokens)
+        report.not_exercised = workload.not_exercised(findings, "transformers")
         if control:
             other, report.control = self._written_through(jobs, stops)
-            report.same_tokens = other == tokens
+            report.same_tokens = _joined(other) == tokens
         return report
 
     def _written_through(
         self, jobs: Sequence[Job], stops: Sequence[int | None]
-    ) -> tuple[dict[str, list[int]], Findings]:
+    ) -> tuple[_Steps, Findings]:
         with unlogged(logger):
             return self._once(Mode.IMMEDIATE, jobs, stops)
 
@@ -161,10 +175,10 @@ class EngineAudit:
         jobs: Sequence[Job],
         stops: Sequence[int | None],
         level: AuditLevel = AuditLevel.METADATA,
-    ) -> tuple[dict[str, list[int]], Findings]:
+    ) -> tuple[_Steps, Findings]:
         tokenizer: Any = self._loaded.tokenizer
         prompts = [prompt_ids(job, tokenizer) for job in jobs]
-        answers: dict[str, list[int]] = {str(i): [] for i in range(len(jobs))}
+        answers: _Steps = {str(i): [] for i in range(len(jobs))}
         with JobEngine(
             self._loaded.model,
             level=level,
@@ -176,7 +190,7 @@ class EngineAudit:
         ) as engine:
             engine.stops = stops
             for run in engine.start(jobs, prompts, self._k):
-                answers[str(run.request.index)] += run.tokens
+                answers[str(run.request.index)].append(run.tokens)
             if engine.final is not None:
                 engine.final.check(engine.runner, engine.books.shadow, engine.prefill_chunk)
             return answers, engine.findings

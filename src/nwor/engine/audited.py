@@ -25,7 +25,7 @@ from nwor.audit import AuditLevel, Batch, Findings, Kind, ShadowMap, Violation
 from nwor.audit.names import Ints
 from nwor.engine.audited_bytes import EngineBytes, FinalRows
 from nwor.engine.core import Engine
-from nwor.engine.request import Request
+from nwor.engine.request import FinishReason, Request
 from nwor.engine.sampling import Verdict
 from nwor.engine.step import Segment, Sink
 from nwor.engine.stopping import Cut
@@ -247,6 +247,11 @@ class AuditedEngine(Engine):
         verdicts, cuts = super()._transact(segments, watched)
         self.books.end([1 + min(v.accepted, c.length) for v, c in zip(verdicts, cuts, strict=True)])
         self.findings.tokens += sum(cut.length for cut in cuts)
+        self.findings.cut += sum(
+            v.accepted + 1 - c.length
+            for v, c in zip(verdicts, cuts, strict=True)
+            if c.reason is FinishReason.STOP
+        )
         return verdicts, cuts
 
     def _retire(self, active: Sequence[Request]) -> list[Request]:

@@ -146,7 +146,7 @@ class FinalRows:
                 length = len(kept.tokens)
                 positions = np.arange(length - wanted[0].shape[1], length)
                 found = kept.rows[group.name]
-                compare(shadow.findings, kept.name, number, positions, found, wanted)
+                compare(shadow.findings, kept.name, number, positions, kept.prompt, found, wanted)
 
 
 def _run(

@@ -21,6 +21,7 @@ overlay as it makes them; of the overlay's own bookkeeping only the leases are r
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class RunnerAudit:
     Attributes:
         shadow: the books.
         keep_final: copy the rows of requests that end.
+        sampled: by request, tokens that came out of its steps; None: not counted, as while serving.
         final: by request, for each cache group, slots and K and V of its accepted rows.
 
     Raises:
@@ -87,6 +89,7 @@ class RunnerAudit:
             told=_log,
         )
         self.keep_final = False
+        self.sampled: Counter[str] | None = None
         self.final: dict[str, list[FinalGroup]] = {}
         self._output: Any = None
         self._reported = Findings()
@@ -225,10 +228,15 @@ class RunnerAudit:
         accepted = np.where(step.drafts > 0, np.maximum(tokens - 1, 0), 0)
         discarded = self._runner.discard_request_mask.np[: len(step.requests)]
         kept = np.where(discarded, step.scheduled, step.scheduled - step.drafts + accepted)
-        self.findings.tokens += int(tokens.sum())
+        self._count_sampled(step.requests, np.where(discarded, 0, tokens))
         durable = self.shadow.end_step(kept)
         if self._bytes is not None:
             self._bytes.check(self.shadow, durable)
+
+    def _count_sampled(self, requests: Sequence[str], tokens: Ints) -> None:
+        self.findings.tokens += int(tokens.sum())
+        if self.sampled is not None:
+            self.sampled.update(dict(zip(requests, tokens.tolist(), strict=True)))
 
     def _check_leases(self) -> None:
         overlay = self._overlay()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
@@ -134,13 +135,12 @@ class VllmAudit:
         """Run one workload, staged and (with `control`) stock."""
         jobs = workload.jobs
         nowhere = [None] * len(jobs)
-        stops = stop_tokens(jobs, lambda jobs: self._stock(jobs, nowhere)[0])
+        stops = stop_tokens(jobs, lambda jobs: self._stock(jobs, nowhere) and self._steps)
         tokens, findings = self._once(Mode.STAGE, jobs, stops, workload.scarce)
         if self._level is AuditLevel.BYTES:
             self._compare_final(jobs, findings)
         report = Report(name, findings, tokens=tokens)
-        if workload.scarce and not findings.preempted:
-            report.not_exercised = "no request was preempted"
+        report.not_exercised = workload.not_exercised(findings, "vllm")
         if control:
             stock, report.control = self._stock(jobs, stops, workload.scarce)
             report.same_tokens = stock == tokens
@@ -158,11 +158,12 @@ class VllmAudit:
             same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             for number, (mine, theirs) in enumerate(zip(groups, reference[key], strict=True)):
                 at, a, b = np.intersect1d(mine[0], theirs[0], return_indices=True)
-                end = int(np.searchsorted(at, len(prompts[int(key)]) + same))
+                prompt = len(prompts[int(key)])
+                end = int(np.searchsorted(at, prompt + same))
                 rows = [
                     [part[:, i[:end]] for part in each[1]] for each, i in ((mine, a), (theirs, b))
                 ]
-                compare(findings, name, number, at[:end], *rows)
+                compare(findings, name, number, at[:end], prompt, *rows)
 
     @contextmanager
     def _no_drafts(self) -> Iterator[None]:
@@ -190,10 +191,14 @@ class VllmAudit:
         self._runner.nwor.set_mode(mode)
         self._audit.watch(self._level)
         self._audit.keep_final, self._audit.final = self._level is AuditLevel.BYTES, {}
+        self._audit.sampled = Counter()
         self._prompts = [prompt_ids(job, self.llm.get_tokenizer()) for job in jobs]
         with self._only(scarce):
             answers = self._answers(jobs, stops)
-        return answers, self._audit.findings
+        findings = self._audit.findings
+        sampled = {name.partition("-")[0]: n for name, n in self._audit.sampled.items()}
+        findings.cut = sum(sampled[name] - len(answers[name]) for name in self._stopped)
+        return answers, findings
 
     @contextmanager
     def _only(self, pages: int) -> Iterator[None]:
@@ -213,6 +218,8 @@ class VllmAudit:
         waiting = dict(enumerate(jobs))
         answers: dict[str, list[int]] = {}
         self._emitted: dict[str, list[int]] = {str(i): [] for i in waiting}  # of aborted ones too
+        self._steps: dict[str, list[list[int]]] = {str(i): [] for i in waiting}
+        self._stopped: set[str] = set()
         step = 0
         while waiting or engine.has_unfinished_requests():
             for i in [i for i, job in waiting.items() if job.arrive <= step]:
@@ -224,14 +231,29 @@ class VllmAudit:
                     stop_token_ids=None if stop is None else [stop],
                 )
                 engine.add_request(str(i), {"prompt_token_ids": self._prompts[i]}, params)
-            engine.abort_request([str(i) for i, job in enumerate(jobs) if job.abort == step > 0])
+            self._abort([str(i) for i, job in enumerate(jobs) if job.abort == step > 0], answers)
             for output in engine.step():
-                self._emitted[output.request_id] = list(output.outputs[0].token_ids)
+                tokens = list(output.outputs[0].token_ids)
+                self._steps[output.request_id].append(
+                    tokens[len(self._emitted[output.request_id]) :]
+                )
+                self._emitted[output.request_id] = tokens
                 if output.finished:
                     answers[output.request_id] = self._emitted[output.request_id]
+                    if output.outputs[0].finish_reason == "stop":
+                        self._stopped.add(output.request_id)
             step += 1
         engine.step()  # tells the worker that all have finished
         return answers
+
+    def _abort(self, requests: list[str], answers: Mapping[str, list[int]]) -> None:
+        """Abort requests; count those that had a window, if any goes on without them."""
+        running = {name.partition("-")[0] for name in self._audit.shadow.speculated()} - set(
+            answers
+        )
+        if running - set(requests):
+            self._audit.findings.aborted += len(running & set(requests))
+        self.llm.llm_engine.abort_request(requests)
 
 
 def served_audit(runner: Any, scheduler: Any) -> RunnerAudit:  # noqa: ANN401 - vLLM's

@@ -84,7 +84,7 @@ class RunnerAuditV2(RunnerAudit):
         step, self._output = self.shadow.step, None
         if step is None:
             return
-        self.findings.tokens += int(num_sampled.sum())
+        self._count_sampled(step.requests, num_sampled.numpy()[: len(step.requests)])
         durable = self.shadow.end_step(step.scheduled - num_rejected.numpy()[: len(step.requests)])
         if self._bytes is not None:
             self._bytes.check(self.shadow, durable)

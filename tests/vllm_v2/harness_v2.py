@@ -17,6 +17,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.layout import KVRows, Layout
+from nwor.manager import Mode
 
 LENIENT = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
 """Drafts are accepted at random, so the output is as much the drafter's as the target's."""
@@ -70,6 +71,22 @@ class EngineV2(Engine):
 
     def make_run(self) -> RunV2:
         return RunV2()
+
+    def run(self, prompts: Any, params: Any, mode: Mode, **options: Any) -> Any:
+        """Also: a staged run leaves nothing behind; the next one's mode would release it all."""
+        run = super().run(prompts, params, mode, **options)
+        if mode is Mode.STAGE:
+            self.check_all_returned()
+        return run
+
+    def check_all_returned(self) -> None:
+        """No window is open, and once the worker knows who has finished, nobody holds a page."""
+        pages = self.overlay.pages
+        pages.check_integrity()
+        self.drain()
+        assert self.overlay.window is None
+        assert pages.pages_in_use == 0, f"{pages.requests} still hold staging pages"
+        pages.check_integrity()
 
     def check(self, stock: Run, staged: Run, before: dict[str, Any]) -> None:
         """Also: everything restored, and the drafter saw what stock's sees."""

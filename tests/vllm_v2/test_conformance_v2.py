@@ -52,8 +52,6 @@ def test_nine_requests_joining_and_finishing_apart(engine: Get) -> None:
     stock, staged = llm.both(texts, params, arrive={1: 1, 3: 2, 5: 3})
     assert stock.accepted
     assert staged.verifying >= 7
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_ragged_drafts_with_requests_that_have_none(engine: Get) -> None:
@@ -124,8 +122,6 @@ def test_preemption_and_resume(engine: Get, monkeypatch: pytest.MonkeyPatch) -> 
     stock, staged = llm.both(prompts(60, 62, 50, 58), greedy(70))
     assert stock.preempted
     assert staged.preempted
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_more_requests_than_staging_pages(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +146,6 @@ def test_abort(engine: Get) -> None:
     stock, staged = llm.both(prompts(20, 25, 30), greedy(20), abort={5: "1"})
     assert len(stock.tokens["0"]) == 20
     assert len(staged.tokens.get("1", [])) < 20
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_seeded_sampling(engine: Get) -> None:
@@ -215,8 +209,6 @@ def test_asynchronous_scheduling(asynchronous: EngineV2) -> None:
     params = [greedy(n) for n in (16, 9, 12, 5, 15)]
     stock, _ = llm.both(texts, params, arrive={1: 2, 3: 4}, abort={6: "2"})
     assert stock.accepted
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_immediate_counts_and_writes_through(engine: Get) -> None:
@@ -255,18 +247,7 @@ def test_counters_travel_to_the_front_end(engine: Get) -> None:
     llm = engine(k=4)
     before = {name: value(name) for pair in names.items() for name in pair}
     llm.run(prompts(20, 31), greedy(12), Mode.STAGE)
-    llm.drain()
     added = {name: value(name) - before[name] for name in before}
     assert added["nwor:staged_total"] > added["nwor:committed_total"] > 0
     for ours, theirs in names.items():
         assert added[ours] == added[theirs], (ours, theirs)
-
-
-def test_every_lease_is_returned(engine: Get) -> None:
-    """Runs last on the engine that most tests share."""
-    llm = engine(k=4)
-    llm.drain()
-    pages: Any = llm.overlay.pages
-    assert pages.pages_in_use == 0
-    pages.check_integrity()
-    assert llm.overlay.window is None

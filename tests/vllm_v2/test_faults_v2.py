@@ -197,7 +197,6 @@ def test_what_the_device_finds_wrong_is_counted_and_with_strict_raised(
             clear(llm)
         else:
             llm.run(TEXTS, greedy(8), Mode.STAGE)
-    llm.drain()
     llm.counters()
     assert new(before) == {"mapping_differs": 1}
     assert llm.overlay.pages.pages_in_use == 0

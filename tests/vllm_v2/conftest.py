@@ -24,7 +24,7 @@ for name in ("triton", "vllm"):
     if name in sys.modules:
         raise pytest.UsageError(f"tests/vllm_v2 needs a process of its own: {name} is imported")
 
-sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "vllm"), str(HERE.parent / "triton")]
 
 from fixtures import allow_warnings, models, one_at_a_time, use_vllm  # noqa: E402, F401 - a fixture
 

@@ -88,6 +88,13 @@ class EngineV2(Engine):
         assert pages.pages_in_use == 0, f"{pages.requests} still hold staging pages"
         pages.check_integrity()
 
+    def give_up(self) -> None:
+        """Abort what a failed step has left in the engine."""
+        core = self.llm.llm_engine
+        core.abort_request([name.rsplit("-", 1)[0] for name in self.scheduler.requests])
+        self.runner.execute_model_state = None
+        self.drain()
+
     def check(self, stock: Run, staged: Run, before: dict[str, Any]) -> None:
         """Also: everything restored, and the drafter saw what stock's sees."""
         super().check(stock, staged, before)

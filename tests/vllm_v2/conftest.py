@@ -53,7 +53,7 @@ def engine(models: Callable[[str], str]) -> Callable[..., object]:  # noqa: F811
     """One engine at a time, kept while tests ask for the same one."""
     from harness_v2 import EngineV2
 
-    def make(model: str, drafter: str = "llama-near", **options: object) -> EngineV2:
-        return EngineV2(model, drafter=models(drafter), **options)
+    def make(model: str, drafter: str | None = "llama-near", **options: object) -> EngineV2:
+        return EngineV2(model, drafter=drafter and models(drafter), **options)
 
     return one_at_a_time(make, models)

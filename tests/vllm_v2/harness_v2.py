@@ -49,13 +49,21 @@ class RunV2(Run):
 
 
 class EngineV2(Engine):
-    """A V2 engine in this process, with a draft model or an EAGLE head."""
+    """A V2 engine in this process, with a draft model, an EAGLE head, or without speculation."""
 
     def __init__(
-        self, model: str, *, drafter: str, k: int = 3, asynchronous: bool = False, **options: Any
+        self,
+        model: str,
+        *,
+        drafter: str | None,
+        k: int = 3,
+        asynchronous: bool = False,
+        **options: Any,
     ) -> None:
         speculative: dict[str, Any] = {"method": "draft_model", "model": drafter}
-        if "eagle" in drafter:
+        if drafter is None:
+            speculative = {"none": True}
+        elif "eagle" in drafter:
             method = drafter.rsplit("-", 1)[1]
             speculative = {"method": method, "model": drafter, **LENIENT}
         options = {"max_num_seqs": 9, "blocks": 160, **options}

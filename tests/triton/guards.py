@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nwor.store import triton_rows, triton_window
 from nwor.store.device_transfer import UploadRing
 
+EVENT = torch.cuda.Event  # vLLM on a CPU puts a placeholder there later
 READS = (
     "item",
     "tolist",
@@ -26,11 +27,25 @@ READS = (
     "__index__",
     "__array__",
 )
+READING = {
+    "item": lambda tensor: tensor.item(),
+    "tolist": lambda tensor: tensor.tolist(),
+    "cpu": lambda tensor: tensor.cpu(),
+    "to": lambda tensor: tensor.to("cpu"),
+    "numpy": lambda tensor: tensor.numpy(),
+    "bool": bool,
+    "int": int,
+    "synchronize": lambda tensor: torch.cuda.synchronize(),
+    "event": lambda tensor: EVENT.synchronize(None),
+    "blocking copy": lambda tensor: tensor.clone().copy_(tensor),
+}
+"""What a careless line would do with a tensor of no dims; each makes the host wait on a GPU."""
 WAITS = (
     (torch.cuda, "synchronize"),
-    (torch.cuda.Event, "synchronize"),
+    (EVENT, "synchronize"),
     (torch.cuda.Stream, "synchronize"),
 )
+COPY = "aten.copy_.default"
 KERNELS = (
     (triton_window, "begin_kernel"),
     (triton_window, "fill_kernel"),
@@ -64,7 +79,7 @@ class HostWork(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self.inside:
             self.ops.append(str(func))
-            if str(func) == "aten.copy_.default" and not (args[2:] or (kwargs or {})):
+            if str(func) == COPY and not (args[2:] or (kwargs or {})):
                 raise HostWaits("a blocking copy")
         return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""The device overlay on its own: what it finds wrong, what it refuses, how far it reaches."""
+"""The device overlay on its own: what it finds wrong, what it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from steps import batch_of, engine, everything, rejecting, same
 from twins import DEVICE, MAX_TOKENS, Spec, Twins
 
-from nwor import KVRows
 from nwor.errors import (
     InputError,
     LayoutError,
@@ -220,53 +219,6 @@ def test_a_rehearsal_compiles_and_touches_nothing() -> None:
     twins.device.collect(wait=True)
     assert twins.device.metrics.windows == 0
     assert (twins.device.state.notes == -1).all()
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="sparse memory of the host")
-def test_far_tables_slots_and_rows() -> None:
-    """Byte offsets beyond 2**32 in a table, a slot mapping and a store; slots beyond 2**31."""
-    size, pages, token, row = 2**28, 12, 2**30, 3
-    flat = torch.from_numpy(np.zeros(pages * size * 2, np.uint8))
-    shape, steps = (1, pages, size, 1, 1), (1, 2 * size, 2, 1, 1)
-    rows = KVRows(*(flat.as_strided(shape, steps, at) for at in (0, 1)))
-    stride = 2**30 + 7
-    table = torch.from_numpy(np.zeros(4 * stride, np.int32)).view(4, stride)[:, :5]
-    slots, positions = (torch.from_numpy(np.zeros(token + 8, np.int64)) for _ in range(2))
-    starts = torch.tensor([0, 0, 0, token, token + 3], dtype=torch.int32)
-    device = DeviceOverlay(
-        [DeviceGroup(table, slots, (rows,))],
-        first_page=10,
-        num_leases=1,
-        max_requests=4,
-        max_tokens=8,
-        max_drafts=2,
-    )
-    start = 2 * size - 1  # the last row of one page, the first of the next
-    table[row, 1:3] = torch.tensor([9, 8])
-    home = [9 * size + size - 1, 8 * size, 8 * size + 1]
-    slots[token : token + 3] = torch.tensor(home)
-    positions[token : token + 3] = start + torch.arange(3)
-    device.state.notes[0, 0, 1] = torch.tensor([1, 9, size - 1, 0])  # spares copying a page
-    batch = DeviceBatch(["r"], *np.array([[row], [3], [2]]), starts, positions)
-    window = device.begin(batch)
-    staged = [11 * size + size - 1, 10 * size, 10 * size + 1]
-    assert table[row, :4].tolist() == [0, 11, 10, 0]
-    assert slots[token : token + 3].tolist() == staged
-    for number, slot in enumerate(staged):
-        rows.key[0, slot // size, slot % size], rows.value[0, slot // size, slot % size] = (
-            number + 1,
-            number + 101,
-        )
-    window.commit(torch.tensor([0, 0, 0, 1], dtype=torch.int32))
-    assert table[row, :4].tolist() == [0, 9, 8, 0]
-    assert slots[token : token + 3].tolist() == home
-    found = [
-        (int(rows.key[0, s // size, s % size]), int(rows.value[0, s // size, s % size]))
-        for s in home
-    ]
-    assert found == [(1, 101), (2, 102), (0, 0)]
-    device.collect(wait=True)
-    assert not device.faults
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="about hosts without a GPU")

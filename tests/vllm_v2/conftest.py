@@ -24,7 +24,7 @@ for name in ("triton", "vllm"):
     if name in sys.modules:
         raise pytest.UsageError(f"tests/vllm_v2 needs a process of its own: {name} is imported")
 
-sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "vllm"), str(HERE.parent / "triton")]
 
 from fixtures import allow_warnings, models, one_at_a_time, use_vllm  # noqa: E402, F401 - a fixture
 
@@ -53,7 +53,7 @@ def engine(models: Callable[[str], str]) -> Callable[..., object]:  # noqa: F811
     """One engine at a time, kept while tests ask for the same one."""
     from harness_v2 import EngineV2
 
-    def make(model: str, drafter: str = "llama-near", **options: object) -> EngineV2:
-        return EngineV2(model, drafter=models(drafter), **options)
+    def make(model: str, drafter: str | None = "llama-near", **options: object) -> EngineV2:
+        return EngineV2(model, drafter=drafter and models(drafter), **options)
 
     return one_at_a_time(make, models)

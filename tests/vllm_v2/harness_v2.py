@@ -17,6 +17,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.layout import KVRows, Layout
+from nwor.manager import Mode
 
 LENIENT = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
 """Drafts are accepted at random, so the output is as much the drafter's as the target's."""
@@ -48,13 +49,21 @@ class RunV2(Run):
 
 
 class EngineV2(Engine):
-    """A V2 engine in this process, with a draft model or an EAGLE head."""
+    """A V2 engine in this process, with a draft model, an EAGLE head, or without speculation."""
 
     def __init__(
-        self, model: str, *, drafter: str, k: int = 3, asynchronous: bool = False, **options: Any
+        self,
+        model: str,
+        *,
+        drafter: str | None,
+        k: int = 3,
+        asynchronous: bool = False,
+        **options: Any,
     ) -> None:
         speculative: dict[str, Any] = {"method": "draft_model", "model": drafter}
-        if "eagle" in drafter:
+        if drafter is None:
+            speculative = {"none": True}
+        elif "eagle" in drafter:
             method = drafter.rsplit("-", 1)[1]
             speculative = {"method": method, "model": drafter, **LENIENT}
         options = {"max_num_seqs": 9, "blocks": 160, **options}
@@ -70,6 +79,29 @@ class EngineV2(Engine):
 
     def make_run(self) -> RunV2:
         return RunV2()
+
+    def run(self, prompts: Any, params: Any, mode: Mode, **options: Any) -> Any:
+        """Also: a staged run leaves nothing behind; the next one's mode would release it all."""
+        run = super().run(prompts, params, mode, **options)
+        if mode is Mode.STAGE:
+            self.check_all_returned()
+        return run
+
+    def check_all_returned(self) -> None:
+        """No window is open, and once the worker knows who has finished, nobody holds a page."""
+        pages = self.overlay.pages
+        pages.check_integrity()
+        self.drain()
+        assert self.overlay.window is None
+        assert pages.pages_in_use == 0, f"{pages.requests} still hold staging pages"
+        pages.check_integrity()
+
+    def give_up(self) -> None:
+        """Abort what a failed step has left in the engine."""
+        core = self.llm.llm_engine
+        core.abort_request([name.rsplit("-", 1)[0] for name in self.scheduler.requests])
+        self.runner.execute_model_state = None
+        self.drain()
 
     def check(self, stock: Run, staged: Run, before: dict[str, Any]) -> None:
         """Also: everything restored, and the drafter saw what stock's sees."""

@@ -16,11 +16,13 @@ import torch
 from harness import greedy, prompts
 from harness_v2 import EngineV2
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nwor.manager import Mode
 from nwor.store.admission import OverlayRefusal
 from nwor.store.device_batch import DeviceBatch
 from nwor.store.triton_window import TritonWindow
+from nwor.vllm import seams
 
 Get = Callable[..., EngineV2]
 
@@ -52,8 +54,6 @@ def test_nine_requests_joining_and_finishing_apart(engine: Get) -> None:
     stock, staged = llm.both(texts, params, arrive={1: 1, 3: 2, 5: 3})
     assert stock.accepted
     assert staged.verifying >= 7
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_ragged_drafts_with_requests_that_have_none(engine: Get) -> None:
@@ -124,8 +124,6 @@ def test_preemption_and_resume(engine: Get, monkeypatch: pytest.MonkeyPatch) -> 
     stock, staged = llm.both(prompts(60, 62, 50, 58), greedy(70))
     assert stock.preempted
     assert staged.preempted
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_more_requests_than_staging_pages(engine: Get, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +148,33 @@ def test_abort(engine: Get) -> None:
     stock, staged = llm.both(prompts(20, 25, 30), greedy(20), abort={5: "1"})
     assert len(stock.tokens["0"]) == 20
     assert len(staged.tokens.get("1", [])) < 20
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
+
+
+def test_stops_inside_an_accepted_run(engine: Get) -> None:
+    """max_tokens, stop tokens and stop strings cut windows of which more was accepted.
+
+    Three of each, a token apart: where accepted runs end is not known beforehand.
+    """
+    llm = engine(k=4)
+    texts = [text for text in prompts(20, 22, 24) for _ in range(3)]
+    run = llm.run(texts[::3], greedy(40), Mode.OFF)
+    ids, text = run.tokens["1"], run.texts["2"]
+    params = [
+        *(greedy(n) for n in (19, 20, 21)),
+        *(greedy(40, stop_token_ids=[ids[n]]) for n in (20, 21, 22)),
+        *(greedy(40, stop=[text[n : n + 2]]) for n in (24, 25, 26)),
+    ]
+    _, staged = llm.both(texts, params)
+    for i, param in enumerate(params):
+        name = str(i)
+        if param.stop_token_ids:
+            end = ids.index(param.stop_token_ids[0]) + 1
+            assert staged.tokens[name] == ids[:end]
+        if param.stop:
+            assert staged.texts[name] == text[: text.index(param.stop[0])]
+    for kind in (range(3), range(3, 6), range(6, 9)):
+        past = [(str(i), len(texts[i]) + len(staged.tokens[str(i)]), 0) for i in kind]
+        assert any(row in staged.rows for row in past), "no stop cut an accepted draft"
 
 
 def test_seeded_sampling(engine: Get) -> None:
@@ -215,8 +238,6 @@ def test_asynchronous_scheduling(asynchronous: EngineV2) -> None:
     params = [greedy(n) for n in (16, 9, 12, 5, 15)]
     stock, _ = llm.both(texts, params, arrive={1: 2, 3: 4}, abort={6: "2"})
     assert stock.accepted
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_immediate_counts_and_writes_through(engine: Get) -> None:
@@ -240,6 +261,39 @@ def test_off_leaves_the_runner_alone(engine: Get) -> None:
     assert set(names) <= vars(llm.runner).keys()
 
 
+def test_not_noticeable_without_speculation_or_switched_off(
+    engine: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of nwor on the instances or in the hot path; tokens are those of a staging engine."""
+
+    def tokens(llm: EngineV2) -> list[list[int]]:
+        texts = [{"prompt_token_ids": text} for text in prompts(20, 31)]
+        outputs = llm.llm.generate(texts, greedy(16), use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def stock_tokens(llm: EngineV2) -> list[list[int]]:
+        assert isinstance(llm.runner, GPUModelRunner)
+        hot = {seam.name.rsplit(".", 1)[1] for seam in seams.LEDGER if seam.hot}
+        for instance in (llm.runner, llm.scheduler, llm.llm.llm_engine.logger_manager):
+            assert not hasattr(instance, "nwor")
+            assert not hot & vars(instance).keys()
+        for seam in seams.V2_SEAMS:
+            assert not seam.hot or not hasattr(seams.resolve(seam), seams.MARK)
+        assert llm.scheduler.kv_cache_manager.block_pool.num_gpu_blocks == 160
+        assert not hasattr(llm.scheduler.kv_cache_config, "nwor")
+        return tokens(llm)
+
+    found = [stock_tokens(engine(drafter=None))]
+    with monkeypatch.context() as patch:
+        patch.setenv("NWOR_MODE", "off")
+        found.append(stock_tokens(engine(k=4)))
+    llm = engine(k=4)
+    staged = llm.counters()["staged"]
+    found.append(tokens(llm))
+    assert llm.counters()["staged"] > staged
+    assert found[0] == found[1] == found[2]
+
+
 def test_counters_travel_to_the_front_end(engine: Get) -> None:
     from prometheus_client import REGISTRY
 
@@ -255,18 +309,7 @@ def test_counters_travel_to_the_front_end(engine: Get) -> None:
     llm = engine(k=4)
     before = {name: value(name) for pair in names.items() for name in pair}
     llm.run(prompts(20, 31), greedy(12), Mode.STAGE)
-    llm.drain()
     added = {name: value(name) - before[name] for name in before}
     assert added["nwor:staged_total"] > added["nwor:committed_total"] > 0
     for ours, theirs in names.items():
         assert added[ours] == added[theirs], (ours, theirs)
-
-
-def test_every_lease_is_returned(engine: Get) -> None:
-    """Runs last on the engine that most tests share."""
-    llm = engine(k=4)
-    llm.drain()
-    pages: Any = llm.overlay.pages
-    assert pages.pages_in_use == 0
-    pages.check_integrity()
-    assert llm.overlay.window is None

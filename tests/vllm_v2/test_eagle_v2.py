@@ -24,8 +24,6 @@ def test_ragged_batch_on_page_edges(engine: Get, drafter: str) -> None:
     params = [greedy(n, seed=n) for n in (16, 9, 20, 5, 12, 14)]
     stock, _ = llm.both(TEXTS, params, arrive={1: 1, 3: 3}, abort={5: "5"})
     assert stock.accepted > 20
-    llm.drain()
-    assert llm.overlay.pages.pages_in_use == 0
 
 
 def test_shared_prefix(engine: Get) -> None:

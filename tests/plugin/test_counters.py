@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from nwor.audit import Findings
+from nwor.audit.findings import Kind
 from nwor.vllm import stats
+from nwor.vllm.audit import RunnerAudit
 from nwor.vllm.eligibility import EngineRefusal
 
 
@@ -77,3 +80,14 @@ def test_a_refused_engine_reports_its_reasons_once() -> None:
         output = scheduler.update_from_output(None, SimpleNamespace())[0]
         seen.append(stats.take_sample(output.scheduler_stats))
     assert seen == [None, {"fallbacks": {"platform": 1}}, None, None]
+
+
+def test_a_violation_of_an_idle_step_is_reported_without_new_rows() -> None:
+    audit: Any = SimpleNamespace(findings=Findings(), _reported=Findings())
+    audit.findings.rows_checked = 5
+    assert RunnerAudit.take_sample(audit) == {"audit_rows_checked": 5}
+    assert RunnerAudit.take_sample(audit) is None
+    audit.findings.counts[Kind.LEAK] += 1
+    sample = {"audit_rows_checked": 0, "audit_violations": {"I6 " + Kind.LEAK.value: 1}}
+    assert RunnerAudit.take_sample(audit) == sample
+    assert RunnerAudit.take_sample(audit) is None

@@ -252,9 +252,9 @@ class RunnerAudit:
     def take_sample(self) -> dict[str, Any] | None:
         """Return what was found since the last call, for /metrics."""
         now, before = self.findings, self._reported
-        if now.rows_checked == before.rows_checked:
-            return None
         added = now.counts - before.counts
+        if now.rows_checked == before.rows_checked and not added:
+            return None
         sample: dict[str, Any] = {"audit_rows_checked": now.rows_checked - before.rows_checked}
         if added:
             sample["audit_violations"] = {f"{k.invariant} {k.value}": n for k, n in added.items()}

@@ -12,6 +12,7 @@ from nwor.audit import AuditLevel
 from nwor.audit.workloads import Job
 from nwor.engine.audit_run import JobEngine
 from nwor.engine.drafters import Drafter, Proposal
+from nwor.engine.options import Options
 from nwor.engine.request import FinishReason, Request
 from nwor.soak.ledger import Check, Ledger
 from nwor.soak.tiny import VOCAB, greedy_texts, tiny_model
@@ -49,6 +50,12 @@ class WatchedEngine(JobEngine):
 
     ledger: Ledger
     running: Sequence[Request] = ()
+    requests: Sequence[Request] = ()
+
+    def _requests(self, prompts: Sequence[Sequence[int]], options: Options) -> list[Request]:
+        made = super()._requests(prompts, options)
+        self.requests = made
+        return made
 
     def _admit(self, waiting: deque[Request]) -> list[Request]:
         if self.ledger.step():
@@ -80,14 +87,14 @@ class WatchedEngine(JobEngine):
 
     def check_idle(self, wave: Wave) -> None:
         """Look at what must be back when nobody runs."""
-        self.check()
         ledger = self.ledger
-        ledger.totals.checks += 1
-        ledger.require(Check.RETURNED, self.running, [], "running requests")
-        ledger.require(Check.RETURNED, sorted(self._free), [*range(self._pages)], "free pages")
+        running = [request.index for request in self.running]
+        ledger.require(Check.RETURNED, running, [], "running requests")
         names = (str(visit.index) for visit in wave.visits)
         known = [name for name in names if self.books.shadow.held(name) is not None]
         ledger.require(Check.RETURNED, known, [], "requests in the audit's map")
+        self.check()
+        ledger.totals.checks += 1
 
 
 class TransformersSoak:
@@ -130,18 +137,24 @@ class TransformersSoak:
         jobs = [Job("", v.tokens, arrive=v.arrive, abort=v.abort) for v in wave.visits]
         engine.stops = [None] * len(jobs)
         answers: dict[int, list[int]] = {visit.index: [] for visit in wave.visits}
-        finished: set[int] = set()
+        left = False
         with closing(engine.start(jobs, [visit.prompt for visit in wave.visits], K)) as pieces:
             for piece in pieces:
-                request = piece.request
-                answers[request.index] += piece.tokens
-                if request.finish is FinishReason.LENGTH:
-                    finished.add(request.index)
-                if ledger.violations or 0 < wave.leave < ledger.step_of_wave:
+                answers[piece.request.index] += piece.tokens
+                left = bool(ledger.violations) or 0 < wave.leave < ledger.step_of_wave
+                if left:
                     break
-        for visit in wave.visits:
-            ledger.answered(visit, answers[visit.index], aborted=visit.index not in finished)
+        nowhere: list[str] = []
+        for request, visit in zip(engine.requests, wave.visits, strict=True):
+            if request.finish is None:
+                nowhere.append(str(visit.index))
+                continue
+            # An engine that ends a request unasked owes the whole answer, whatever reason it gives.
+            asked = left or 0 < visit.abort <= ledger.step_of_wave
+            aborted = request.finish is FinishReason.INTERRUPTED and asked
+            ledger.answered(visit, answers[visit.index], aborted=aborted)
         if not ledger.violations:
+            ledger.all_ended(nowhere)
             engine.check_idle(wave)
 
     def _started(self) -> WatchedEngine:

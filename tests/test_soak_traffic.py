@@ -170,6 +170,30 @@ def test_answers(tokens: list[int], aborted: bool, says: str | None) -> None:
     assert (made.totals.finished, made.totals.aborted) == (not aborted, aborted)
 
 
+def test_all_requests_end_once() -> None:
+    made = Ledger(check_every=1)
+    made.begin(Wave(0, (VISIT,) * 3, leave=0, fresh=False))
+    made.answered(VISIT, [6, 7, 8], aborted=False)
+    made.answered(VISIT, [6], aborted=True)
+    made.answered(VISIT, [6, 7, 8], aborted=False)
+    made.all_ended([])
+    assert not made.violations
+    assert (made.totals.tokens, made.totals.compared) == (7, 7)
+    made.all_ended(["2"])
+    made.answered(VISIT, [6], aborted=True)  # one more end than requests
+    made.all_ended([])
+    assert [violation.detail for violation in made.violations] == [
+        "requests that never ended: ['2'], expected []",
+        "finished and aborted requests: 4, expected 3",
+    ]
+
+
+def test_only_what_has_a_right_answer_counts_as_compared() -> None:
+    made = ledger()
+    made.answered(VISIT, [6, 7, 8, 9, 9], aborted=False)
+    assert (made.totals.tokens, made.totals.compared) == (5, 3)
+
+
 def test_the_table_says_what_was_not_tested_and_how_to_reproduce() -> None:
     made = ledger()
     made.reconcile(*counted(5, 2, 5, 3))
@@ -186,23 +210,31 @@ def test_the_table_says_what_was_not_tested_and_how_to_reproduce() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "says"),
     [
-        [],
-        ["--engine", "sglang"],
-        ["--engine", "transformers", "--seconds", "0"],
-        ["--engine", "transformers", "--seconds", "nan"],
-        ["--engine", "transformers", "--check-every", "0"],
-        ["--engine", "transformers", "--check-every", "1.5"],
-        ["--engine", "transformers", "--seed", "x"],
-        ["--engine", "transformers", "--json", "/no/such/folder/x.json"],
+        ([], "required"),
+        (["--engine", "sglang"], "invalid choice"),
+        (["--engine", "transformers", "--seconds", "0"], "0 is not a finite number above 0"),
+        (["--engine", "transformers", "--seconds", "nan"], "nan is not a finite number above 0"),
+        (["--engine", "transformers", "--seconds", "inf"], "inf is not a finite number above 0"),
+        (["--engine", "transformers", "--seconds", "ten"], "ten is not a finite number above 0"),
+        (["--engine", "transformers", "--check-every", "0"], "0 is not a whole number above 0"),
+        (["--engine", "transformers", "--check-every", "1.5"], "1.5 is not a whole number above 0"),
+        (["--engine", "transformers", "--seed", "x"], "invalid int value"),
     ],
 )
-def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
-    assert (arguments[-2] if arguments else "--engine") in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (arguments[-2] if arguments else "--engine") in told
+    assert says in told
+
+
+def test_a_record_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--engine", "transformers", "--json", "/no/such/folder/x.json"]) == 2
+    assert "--json /no/such/folder/x.json cannot be written" in capsys.readouterr().err
 
 
 class Screen(io.StringIO):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from nwor.audit import Findings
 from nwor.metrics import Metrics, Written
 from nwor.soak.cli import Progress, main
 from nwor.soak.ledger import Check, Ledger
-from nwor.soak.report import table, untested
+from nwor.soak.report import checkout, table, untested
 from nwor.soak.traffic import Traffic, Visit, Wave
 
 TEXTS = [[1, *range(4 + i, 64 + i)] for i in range(5)]
@@ -197,7 +199,7 @@ def test_only_what_has_a_right_answer_counts_as_compared() -> None:
 def test_the_table_says_what_was_not_tested_and_how_to_reproduce() -> None:
     made = ledger()
     made.reconcile(*counted(5, 2, 5, 3))
-    why = {"preempted": "it cannot"}
+    why = {"preempted": "it cannot, " + "and never could, " * 4 + "so it does not"}
     assert untested(made, {}) == ["aborted", "preempted"]
     assert untested(made, why) == ["aborted"]
     made.broken(Check.RUNS, "raised KeyError: 'x' " + "very " * 20 + "long")
@@ -206,7 +208,38 @@ def test_the_table_says_what_was_not_tested_and_how_to_reproduce() -> None:
     assert "not put to the test in this time: aborted" in text
     assert "first: I6 the_engine_runs: wave 7, step 1, raised KeyError: 'x'" in text
     assert "python -m nwor.soak --engine vllm --seed 11 --seconds 82 --check-every 1" in text
-    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line != line.rstrip()] == []
+    reason = next(i for i, line in enumerate(lines) if "n/a" in line)
+    indent = lines[reason].index("it cannot")
+    assert lines[reason + 1][:indent].isspace()
+    assert not lines[reason + 1][indent].isspace()
+
+
+def test_the_commit_is_that_of_the_file(tmp_path: Path) -> None:
+    """A package installed below a foreign repository has no commit, rather than the foreign one."""
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    ours, foreign = tmp_path / "package" / "ours.py", tmp_path / "foreign.py"
+    ours.parent.mkdir()
+    for file in (ours, foreign):
+        file.write_text("1\n")
+    assert checkout(ours) == {"commit": "", "modified": False}
+    git("init", "--quiet")
+    git("add", "foreign.py")
+    git("commit", "--quiet", "--message", "foreign")
+    assert checkout(ours) == {"commit": "", "modified": False}
+    git("add", ".")
+    git("commit", "--quiet", "--message", "ours")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert checkout(ours) == {"commit": commit, "modified": False}
+    foreign.write_text("2\n")
+    assert checkout(ours) == {"commit": commit, "modified": True}
 
 
 @pytest.mark.parametrize(

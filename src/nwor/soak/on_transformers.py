@@ -15,12 +15,9 @@ from nwor.engine.drafters import Drafter, Proposal
 from nwor.engine.options import Options
 from nwor.engine.request import FinishReason, Request
 from nwor.soak.ledger import Check, Ledger
-from nwor.soak.tiny import VOCAB, greedy_texts, tiny_model
-from nwor.soak.traffic import MAX_TOKENS, Traffic, Wave
-
-MODEL = "gemma3-untied"
-K, START, LENGTH, TEXTS = 6, 6, 176, 24
-MAX_BATCH = 6
+from nwor.soak.sizes import MAX_BATCH, MAX_LENGTH, MODEL, K, traffic_of
+from nwor.soak.tiny import tiny_model
+from nwor.soak.traffic import Traffic, Wave
 
 
 class TrafficDrafter(Drafter):
@@ -110,24 +107,22 @@ class TransformersSoak:
     }
 
     def __init__(self) -> None:
-        torch.set_num_threads(
-            1
-        )  # tiny layers are faster on one, and results do not depend on cores
+        # Tiny layers are faster on one, and results do not depend on cores.
+        torch.set_num_threads(1)
         self._model = tiny_model(MODEL)
         self._drafter = TrafficDrafter()
         self._engine: WatchedEngine | None = None
         self.settings = {
             "model": MODEL,
             "max_batch": MAX_BATCH,
-            "max_length": LENGTH + MAX_TOKENS,
+            "max_length": MAX_LENGTH,
             "max_draft": K,
             "audit": AuditLevel.METADATA.value,
         }
 
     def traffic(self, seed: int) -> Traffic:
         """Let the model write texts and return traffic made of them."""
-        texts = greedy_texts(self._model, TEXTS, start=START, length=LENGTH, seed=seed)
-        return Traffic(seed, texts, start=START, k=K, vocabulary=len(VOCAB))
+        return traffic_of(self._model, seed)
 
     def run(self, wave: Wave, traffic: Traffic, ledger: Ledger) -> None:
         """Run a wave."""
@@ -165,7 +160,7 @@ class TransformersSoak:
                 level=AuditLevel.METADATA,
                 drafter=self._drafter,
                 max_batch=MAX_BATCH,
-                max_length=LENGTH + MAX_TOKENS,
+                max_length=MAX_LENGTH,
                 max_draft=K,
             )
         return self._engine

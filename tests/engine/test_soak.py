@@ -19,6 +19,7 @@ from nwor.engine.sampling import Verdict
 from nwor.engine.stopping import Cut
 from nwor.metrics import Metrics
 from nwor.soak.cli import main
+from nwor.soak.ledger import Ledger
 from nwor.soak.on_transformers import TransformersSoak
 from nwor.soak.tiny import FIRST, greedy_texts, tiny_model
 
@@ -43,6 +44,23 @@ def test_a_sound_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["seed"] == 5
     assert "violations                       0" in capsys.readouterr().out
     assert str(tmp_path) not in out.read_text()
+
+
+def test_a_wave_that_is_left_in_the_midst_of_a_step() -> None:
+    """Some requests have ended in that step, but nobody has taken their last tokens."""
+    soak = TransformersSoak()
+    traffic = soak.traffic(seed=0)
+    wave = traffic.wave(10)
+    assert wave.leave > 0
+    ledger = Ledger(check_every=1)
+    ledger.begin(wave)
+    soak.run(wave, traffic, ledger)
+    soak.close()
+    ends = {r.index: r.finish for r in soak._started().requests}
+    assert FinishReason.INTERRUPTED in ends.values()
+    assert ledger.totals.finished < sum(end is FinishReason.LENGTH for end in ends.values())
+    assert ledger.totals.requests == ledger.totals.finished + ledger.totals.aborted
+    assert not ledger.violations
 
 
 def test_texts_are_worth_comparing() -> None:

@@ -13,7 +13,7 @@ from nwor.audit.workloads import Job
 from nwor.engine.audit_run import JobEngine
 from nwor.engine.drafters import Drafter, Proposal
 from nwor.engine.options import Options
-from nwor.engine.request import FinishReason, Request
+from nwor.engine.request import Request
 from nwor.soak.ledger import Check, Ledger
 from nwor.soak.sizes import MAX_BATCH, MAX_LENGTH, MODEL, K, traffic_of
 from nwor.soak.tiny import tiny_model
@@ -132,10 +132,13 @@ class TransformersSoak:
         jobs = [Job("", v.tokens, arrive=v.arrive, abort=v.abort) for v in wave.visits]
         engine.stops = [None] * len(jobs)
         answers: dict[int, list[int]] = {visit.index: [] for visit in wave.visits}
+        told: set[int] = set()  # requests whose last tokens came with a reason to end
         left = False
         with closing(engine.start(jobs, [visit.prompt for visit in wave.visits], K)) as pieces:
             for piece in pieces:
                 answers[piece.request.index] += piece.tokens
+                if piece.request.finish is not None:
+                    told.add(piece.request.index)
                 left = bool(ledger.violations) or 0 < wave.leave < ledger.step_of_wave
                 if left:
                     break
@@ -146,7 +149,7 @@ class TransformersSoak:
                 continue
             # An engine that ends a request unasked owes the whole answer, whatever reason it gives.
             asked = left or 0 < visit.abort <= ledger.step_of_wave
-            aborted = request.finish is FinishReason.INTERRUPTED and asked
+            aborted = asked and visit.index not in told
             ledger.answered(visit, answers[visit.index], aborted=aborted)
         if not ledger.violations:
             ledger.all_ended(nowhere)

@@ -147,9 +147,9 @@ class VllmSoak:
         self._check_staging(ledger)
         self._check_blocks(ledger)
         self._check_watermarks(ledger)
+        ledger.require(Check.STAGED, dict(windows.refused()), {}, "refused")
         ledger.audit(self._audit.findings)
         ledger.reconcile(windows.metrics, self._audit.findings)
-        ledger.require(Check.STAGED, dict(windows.refused()), {}, "refused")
         ledger.totals.preempted = self._preempted
 
     def _check_staging(self, ledger: Ledger) -> None:

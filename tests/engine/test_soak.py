@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -229,9 +230,9 @@ def ends_that_nobody_is_told_of(patch: Patch) -> None:
         (every_draft_accepted, "I5 tokens_are_those_without_speculation: wave 0, step "),
         (requests_stopped_early, "I5 tokens_are_those_without_speculation: wave 0, step "),
         (requests_interrupted_early, "I5 tokens_are_those_without_speculation: wave 0, step "),
-        (a_waiting_request_dropped, "I6 everything_is_returned: wave 0, step "),
-        (pages_kept_when_left, "I6 everything_is_returned: wave "),
-        (ends_that_nobody_is_told_of, "I6 everything_is_returned: wave 0, step "),
+        (a_waiting_request_dropped, "I6 everything_is_returned: wave 0, .* that never ended: "),
+        (pages_kept_when_left, "I6 everything_is_returned: wave .* running requests: "),
+        (ends_that_nobody_is_told_of, "I6 everything_is_returned: wave 0, .* the audit's map: "),
         (a_commit_that_raises, "I6 the_engine_runs: wave 0, step "),
     ],
 )
@@ -244,7 +245,7 @@ def test_a_broken_engine(
     break_it(monkeypatch)
     assert main([*COMMAND, "--check-every", "1", "--seconds", "60"]) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert f"first: {says}" in text
+    assert re.search(f"first: {says}", text), text
     assert "python -m nwor.soak --engine transformers --seed 5 " in text
 
 

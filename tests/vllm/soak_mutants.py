@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from nwor.metrics import Metrics
 from nwor.soak import cli
 from nwor.soak.on_vllm import VllmSoak
 from nwor.store.overlay_window import OverlayWindow
@@ -79,6 +80,20 @@ def one_row_too_many(soak: VllmSoak) -> None:
 
     def wrong(self: OverlayWindow, accepted: Any) -> None:
         commit(self, (accepted + 1).clip(0, self.batch.num_drafts))
+
+    OverlayWindow.commit = wrong
+
+
+def a_draft_is_not_counted(soak: VllmSoak) -> None:
+    count = Metrics.count_commit
+    Metrics.count_commit = lambda self, *, drafts, **rest: count(
+        self, drafts=max(drafts - 1, 0), **rest
+    )
+
+
+def a_commit_raises(soak: VllmSoak) -> None:
+    def wrong(self: OverlayWindow, accepted: Any) -> None:
+        raise ZeroDivisionError("nine")
 
     OverlayWindow.commit = wrong
 
@@ -181,6 +196,8 @@ MUTANTS = {
     a_window_stays_open: "I6 no_window_open_between_steps: ",
     one_row_too_few: "I1 accepted_row_missing: ",
     one_row_too_many: "I1 rejected_row_in_durable_page: ",
+    a_draft_is_not_counted: "I1 counters_reconcile: ",
+    a_commit_raises: "I6 the_engine_runs: .* raised ZeroDivisionError: nine",
     a_block_is_lost: "I6 pages_are_free_or_owned_by_one: .* neither free nor owned: ",
     a_block_counts_an_owner_too_many: "I6 pages_are_free_or_owned_by_one: .* owners by block: ",
     blocks_stay_with_a_request_that_is_gone: "I6 everything_is_returned: .* free blocks: ",

@@ -75,7 +75,11 @@ sys.exit(main(["--engine", "vllm", "--seconds", "1"]))
 @pytest.mark.parametrize(
     ("program", "settings", "says"),
     [
-        (["-c", REFUSED], {}, "nwor soak: nwor does not serve this engine: no_room: a problem"),
+        (
+            ["-c", REFUSED],
+            {},
+            "nwor soak: nwor does not serve this engine: no_room_for_staging: a problem",
+        ),
         (
             ["-m", "nwor.soak", "--engine", "vllm"],
             {"VLLM_USE_V2_MODEL_RUNNER": "1"},

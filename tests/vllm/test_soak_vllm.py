@@ -1,53 +1,104 @@
-"""A short soak of vLLM is clean, and one of a broken engine is not.
-
-Both in one process of their own, with one engine: starting it takes longer than both.
-"""
+"""A short soak of vLLM is clean, one of a broken engine is not, and a refused one is not soaked."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-_BOTH = """
-import sys
-import nwor.soak.cli as cli
-from nwor.soak.on_vllm import VllmSoak
-from nwor.store.staging import StagingPages
+import pytest
+from soak_mutants import MUTANTS
 
-engine = VllmSoak()
-engine.close = lambda: None
-cli.start = lambda name: engine
-common = ["--engine", "vllm", "--seed", "3", "--check-every", "2"]
-sound = cli.main([*common, "--seconds", "6", "--json", sys.argv[1]])
-print("CODE", sound)
-StagingPages.release = lambda self, request: None
-print("CODE", cli.main([*common, "--seconds", "60"]))
-del engine.close
-engine.close()
-"""
+HERE = Path(__file__).parent
+
+Said = dict[str, tuple[int, str]]
 
 
-def test_a_sound_engine_and_one_that_leaks(tmp_path: Path) -> None:
-    out = tmp_path / "soak.json"
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("soak") / "soak.json"
+
+
+@pytest.fixture(scope="module")
+def said(record: Path) -> Said:
+    """Exit codes and tables of all soaks; in a process that is forked, with one thread."""
     done = subprocess.run(
-        [sys.executable, "-c", _BOTH, str(out)], capture_output=True, text=True, check=False
+        [sys.executable, str(HERE / "soak_mutants.py"), str(record)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    sound, leaking, _ = done.stdout.split("CODE")
-    assert leaking.split()[0] == "0", sound
-    found = json.loads(out.read_text())
-    totals = found["totals"]
+    found: Said = json.loads(done.stdout.partition("FOUND ")[2])
+    return found
+
+
+def test_a_sound_engine(said: Said, record: Path) -> None:
+    code, text = said["sound"]
+    assert code == 0, text
+    found = json.loads(record.read_text())
+    totals: dict[str, Any] = found["totals"]
     assert found["violations"] == []
     assert found["not_tested"] == [], "preemption, aborts and rejections are what it is for"
     assert totals["drafted"] == totals["accepted"] + totals["rejected"]
     assert totals["requests"] == totals["finished"] + totals["aborted"]
-    assert totals["compared"] == totals["tokens"] > totals["requests"]
+    assert totals["tokens"] > totals["requests"]
     assert totals["checks"] > totals["steps"] // 2
-    assert str(tmp_path) not in out.read_text()
-    text = " ".join(leaking.split())
-    assert "first: I6 staging_pages_are_free_or_owned_by_one: wave 0, step " in text
-    assert "staging pages of requests that are gone" in text
+    assert str(record.parent) not in record.read_text()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_broken_engine(said: Said, mutant: Any) -> None:
+    code, text = said[mutant.__name__]
+    assert re.search(f"first: {MUTANTS[mutant]}", text), text
     assert "python -m nwor.soak --engine vllm --seed 3 " in text
-    assert done.stdout.split()[-1] == "1"
+    assert code == 1
+
+
+REFUSED = """
+import sys
+from nwor.soak.cli import main
+from nwor.vllm import reservation
+from nwor.vllm.eligibility import EngineRefusal, Refusal
+
+why = Refusal(EngineRefusal.NO_ROOM, "a problem", "a remedy")
+reservation._cache_refusals = lambda config, cache: [why]
+sys.exit(main(["--engine", "vllm", "--seconds", "1"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "says"),
+    [
+        (
+            ["-c", REFUSED],
+            {},
+            "nwor soak: nwor does not serve this engine: no_room_for_staging: a problem",
+        ),
+        (
+            ["-m", "nwor.soak", "--engine", "vllm"],
+            {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+            "nwor soak: soak runs vLLM's V1 runner only: unset VLLM_USE_V2_MODEL_RUNNER",
+        ),
+    ],
+    ids=["refused", "v2"],
+)
+def test_an_engine_that_is_not_soaked(
+    program: list[str], settings: dict[str, str], says: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, *program],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "violations" not in done.stdout

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from nwor.cli import BAD_INPUT, FAILED, INTERRUPTED
 from nwor.cli.audit import installed_engine
@@ -18,6 +18,7 @@ from nwor.soak.ledger import Ledger
 from nwor.soak.report import checkout, record, table
 from nwor.soak.run import SoakEngine, soak
 
+Number = TypeVar("Number", int, float)
 ENGINES = ("transformers", "vllm")
 
 _EXAMPLES = """examples:
@@ -28,7 +29,7 @@ _EXAMPLES = """examples:
 exit codes:
   0    nothing was wrong (the table says what the time did not suffice to test)
   1    something was: the first place and the seed to reproduce it are printed
-  2    bad arguments
+  2    bad arguments, or an engine that nwor refuses
   130  interrupted; the table says how far it was
 """
 
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--engine", required=True, choices=ENGINES)
     made.add_argument(
         "--seconds",
-        type=_positive(float),
+        type=_seconds,
         default=60.0,
         metavar="S",
         help="begin no new wave of requests after this time (default: %(default)s)",
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     made.add_argument(
         "--check-every",
-        type=_positive(int),
+        type=_steps,
         default=10,
         metavar="N",
         help="engine steps between two looks at its books; the audit watches every step anyhow "
@@ -172,12 +173,19 @@ class Progress:
             self._out.flush()
 
 
-def _positive(kind: type[float]) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return value
+def _seconds(text: str) -> float:
+    return _positive(float, "finite number", text)
 
-    read.__name__ = "number"  # what argparse calls it where `kind` refuses the text
-    return read
+
+def _steps(text: str) -> int:
+    return _positive(int, "whole number", text)
+
+
+def _positive(kind: Callable[[str], Number], what: str, text: str) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind("0")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a {what} above 0")
+    return value

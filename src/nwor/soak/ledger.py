@@ -140,6 +140,17 @@ class Ledger:
     def _keep(self, invariant: str, name: str, detail: str) -> None:
         self.violations.append(Violation(invariant, name, self.wave, self.step_of_wave, detail))
 
+    def all_ended(self, nowhere: Sequence[str]) -> None:
+        """Require that all requests so far have ended, once; asked when the engine is idle.
+
+        Args:
+            nowhere: requests that neither finished nor were aborted.
+        """
+        totals = self.totals
+        self.require(Check.RETURNED, list(nowhere), [], "requests that never ended")
+        ended = totals.finished + totals.aborted
+        self.require(Check.RETURNED, ended, totals.requests, "finished and aborted requests")
+
     # -- what both engines have ------------------------------------------------------------------
 
     def audit(self, findings: Findings) -> None:
@@ -178,7 +189,7 @@ class Ledger:
         totals.aborted += aborted
         totals.finished += not aborted
         totals.tokens += len(tokens)
-        totals.compared += len(tokens)
+        totals.compared += min(len(tokens), len(want))
         if aborted:
             want = want[: len(tokens)]
         if list(tokens) != want:

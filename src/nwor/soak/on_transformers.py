@@ -12,14 +12,12 @@ from nwor.audit import AuditLevel
 from nwor.audit.workloads import Job
 from nwor.engine.audit_run import JobEngine
 from nwor.engine.drafters import Drafter, Proposal
-from nwor.engine.request import FinishReason, Request
+from nwor.engine.options import Options
+from nwor.engine.request import Request
 from nwor.soak.ledger import Check, Ledger
-from nwor.soak.tiny import VOCAB, greedy_texts, tiny_model
-from nwor.soak.traffic import MAX_TOKENS, Traffic, Wave
-
-MODEL = "gemma3-untied"
-K, START, LENGTH, TEXTS = 6, 6, 176, 24
-MAX_BATCH = 6
+from nwor.soak.sizes import MAX_BATCH, MAX_LENGTH, MODEL, K, traffic_of
+from nwor.soak.tiny import tiny_model
+from nwor.soak.traffic import Traffic, Wave
 
 
 class TrafficDrafter(Drafter):
@@ -49,6 +47,12 @@ class WatchedEngine(JobEngine):
 
     ledger: Ledger
     running: Sequence[Request] = ()
+    requests: Sequence[Request] = ()
+
+    def _requests(self, prompts: Sequence[Sequence[int]], options: Options) -> list[Request]:
+        made = super()._requests(prompts, options)
+        self.requests = made
+        return made
 
     def _admit(self, waiting: deque[Request]) -> list[Request]:
         if self.ledger.step():
@@ -80,14 +84,14 @@ class WatchedEngine(JobEngine):
 
     def check_idle(self, wave: Wave) -> None:
         """Look at what must be back when nobody runs."""
-        self.check()
         ledger = self.ledger
-        ledger.totals.checks += 1
-        ledger.require(Check.RETURNED, self.running, [], "running requests")
-        ledger.require(Check.RETURNED, sorted(self._free), [*range(self._pages)], "free pages")
+        running = [request.index for request in self.running]
+        ledger.require(Check.RETURNED, running, [], "running requests")
         names = (str(visit.index) for visit in wave.visits)
         known = [name for name in names if self.books.shadow.held(name) is not None]
         ledger.require(Check.RETURNED, known, [], "requests in the audit's map")
+        self.check()
+        ledger.totals.checks += 1
 
 
 class TransformersSoak:
@@ -103,24 +107,22 @@ class TransformersSoak:
     }
 
     def __init__(self) -> None:
-        torch.set_num_threads(
-            1
-        )  # tiny layers are faster on one, and results do not depend on cores
+        # Tiny layers are faster on one, and results do not depend on cores.
+        torch.set_num_threads(1)
         self._model = tiny_model(MODEL)
         self._drafter = TrafficDrafter()
         self._engine: WatchedEngine | None = None
         self.settings = {
             "model": MODEL,
             "max_batch": MAX_BATCH,
-            "max_length": LENGTH + MAX_TOKENS,
+            "max_length": MAX_LENGTH,
             "max_draft": K,
             "audit": AuditLevel.METADATA.value,
         }
 
     def traffic(self, seed: int) -> Traffic:
         """Let the model write texts and return traffic made of them."""
-        texts = greedy_texts(self._model, TEXTS, start=START, length=LENGTH, seed=seed)
-        return Traffic(seed, texts, start=START, k=K, vocabulary=len(VOCAB))
+        return traffic_of(self._model, seed)
 
     def run(self, wave: Wave, traffic: Traffic, ledger: Ledger) -> None:
         """Run a wave."""
@@ -130,18 +132,27 @@ class TransformersSoak:
         jobs = [Job("", v.tokens, arrive=v.arrive, abort=v.abort) for v in wave.visits]
         engine.stops = [None] * len(jobs)
         answers: dict[int, list[int]] = {visit.index: [] for visit in wave.visits}
-        finished: set[int] = set()
+        told: set[int] = set()  # requests whose last tokens came with a reason to end
+        left = False
         with closing(engine.start(jobs, [visit.prompt for visit in wave.visits], K)) as pieces:
             for piece in pieces:
-                request = piece.request
-                answers[request.index] += piece.tokens
-                if request.finish is FinishReason.LENGTH:
-                    finished.add(request.index)
-                if ledger.violations or 0 < wave.leave < ledger.step_of_wave:
+                answers[piece.request.index] += piece.tokens
+                if piece.request.finish is not None:
+                    told.add(piece.request.index)
+                left = bool(ledger.violations) or 0 < wave.leave < ledger.step_of_wave
+                if left:
                     break
-        for visit in wave.visits:
-            ledger.answered(visit, answers[visit.index], aborted=visit.index not in finished)
+        nowhere: list[str] = []
+        for request, visit in zip(engine.requests, wave.visits, strict=True):
+            if request.finish is None:
+                nowhere.append(str(visit.index))
+                continue
+            # An engine that ends a request unasked owes the whole answer, whatever reason it gives.
+            asked = left or 0 < visit.abort <= ledger.step_of_wave
+            aborted = asked and visit.index not in told
+            ledger.answered(visit, answers[visit.index], aborted=aborted)
         if not ledger.violations:
+            ledger.all_ended(nowhere)
             engine.check_idle(wave)
 
     def _started(self) -> WatchedEngine:
@@ -152,7 +163,7 @@ class TransformersSoak:
                 level=AuditLevel.METADATA,
                 drafter=self._drafter,
                 max_batch=MAX_BATCH,
-                max_length=LENGTH + MAX_TOKENS,
+                max_length=MAX_LENGTH,
                 max_draft=K,
             )
         return self._engine

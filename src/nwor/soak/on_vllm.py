@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from nwor.audit import AuditLevel
 from nwor.errors import InputError
 from nwor.soak.ledger import Check, Ledger
-from nwor.soak.tiny import VOCAB, greedy_texts, tiny_model, write_tokenizer
-from nwor.soak.traffic import MAX_TOKENS, Traffic, Visit, Wave
-from nwor.vllm.audit import audit_of
+from nwor.soak.sizes import MAX_BATCH, MAX_LENGTH, MODEL, K, traffic_of
+from nwor.soak.tiny import tiny_model, write_tokenizer
+from nwor.soak.traffic import Traffic, Visit, Wave
+from nwor.vllm.audit_run import served_audit
+from nwor.vllm.interpreter import CHOICE
 
-MODEL = "gemma3-untied"
-K, START, LENGTH, TEXTS = 6, 6, 176, 24
-MAX_BATCH, PAGE, GROUPS = 6, 32, 3
+PAGE, GROUPS, CHUNK = 32, 3, 64
 STAGING = 2 * GROUPS * MAX_BATCH
-BLOCKS = STAGING + 42
-CHUNK = 64
+BLOCKS = 42 + STAGING
+"""42 for the scheduler, one of them vLLM's null block."""
 
 
 class TrafficDrafter:
@@ -70,12 +70,14 @@ class VllmSoak:
         impossible: what this engine never does.
 
     Raises:
-        InputError: nwor refuses this engine.
+        InputError: nwor refuses this engine, or the environment asks for vLLM's V2 runner.
     """
 
     impossible: dict[str, str] = {}  # noqa: RUF012 - read only
 
     def __init__(self) -> None:
+        if os.environ.get(CHOICE, "0") != "0":
+            raise InputError(f"soak runs vLLM's V1 runner only: unset {CHOICE}")
         self._model = tiny_model(MODEL)
         self._folder = tempfile.TemporaryDirectory(prefix="nwor-soak-")
         self._model.save_pretrained(self._folder.name)
@@ -84,9 +86,11 @@ class VllmSoak:
         core = self._llm.llm_engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._runner = core.model_executor.driver_worker.worker.model_runner
-        if audit_of(self._runner) is None:
-            refusals = self._scheduler.kv_cache_config.nwor.refusals
-            raise InputError(f"nwor does not serve this engine: {'; '.join(map(str, refusals))}")
+        try:
+            self._audit = served_audit(self._runner, self._scheduler)
+        except BaseException:
+            self.close()
+            raise
         TrafficDrafter.names = lambda: list(self._runner.input_batch.req_ids)
         self._preempted = 0
         self._watch_preemption()
@@ -113,8 +117,7 @@ class VllmSoak:
 
     def traffic(self, seed: int) -> Traffic:
         """Let stock transformers write texts with the same weights; return traffic made of them."""
-        texts = greedy_texts(self._model, TEXTS, start=START, length=LENGTH, seed=seed)
-        return Traffic(seed, texts, start=START, k=K, vocabulary=len(VOCAB))
+        return traffic_of(self._model, seed)
 
     def run(self, wave: Wave, traffic: Traffic, ledger: Ledger) -> None:
         """Run a wave."""
@@ -132,6 +135,7 @@ class VllmSoak:
                 self.check(ledger)
         if not ledger.violations:
             self._llm.llm_engine.step()  # tells the worker that all have finished
+            ledger.all_ended(guests.names)
             self.check_idle(ledger)
 
     # -- integrity -------------------------------------------------------------------------------
@@ -143,10 +147,9 @@ class VllmSoak:
         self._check_staging(ledger)
         self._check_blocks(ledger)
         self._check_watermarks(ledger)
-        findings = audit_of(self._runner).findings  # type: ignore[union-attr] # looked at above
-        ledger.audit(findings)
-        ledger.reconcile(windows.metrics, findings)
         ledger.require(Check.STAGED, dict(windows.refused()), {}, "refused")
+        ledger.audit(self._audit.findings)
+        ledger.reconcile(windows.metrics, self._audit.findings)
         ledger.totals.preempted = self._preempted
 
     def _check_staging(self, ledger: Ledger) -> None:
@@ -177,9 +180,8 @@ class VllmSoak:
 
     def _check_watermarks(self, ledger: Ledger) -> None:
         """Rows that the audit saw going home are the tokens that the scheduler calls computed."""
-        audit = audit_of(self._runner)
         for request in self._scheduler.running:
-            held = None if audit is None else audit.shadow.held(request.request_id)
+            held = self._audit.shadow.held(request.request_id)
             rows = 0 if held is None else held.shape[1]
             ledger.require(
                 Check.WATERMARK, rows, request.num_computed_tokens, f"request {request.request_id}"
@@ -187,13 +189,13 @@ class VllmSoak:
 
     def check_idle(self, ledger: Ledger) -> None:
         """Look at what must be back when nobody runs."""
-        self.check(ledger)
-        ledger.totals.checks += 1
         pool, pages = self._scheduler.kv_cache_manager.block_pool, self._runner.nwor.overlay.pages
         ledger.require(Check.RETURNED, pages.pages_in_use, 0, "staging pages in use")
         free, blocks = pool.get_num_free_blocks(), len(pool.blocks) - 1
         ledger.require(Check.RETURNED, free, blocks, "free blocks")
         ledger.require(Check.RETURNED, list(self._scheduler.requests), [], "requests")
+        self.check(ledger)
+        ledger.totals.checks += 1
 
     def close(self) -> None:
         """Stop the engine."""
@@ -219,6 +221,11 @@ class _Guests:
         self._waiting = dict(self.visits)
         self._running: dict[str, Visit] = {}
         self._answers: dict[str, list[int]] = {name: [] for name in self.visits}
+
+    @property
+    def names(self) -> list[str]:
+        """Those that wait or run, as far as anybody has said."""
+        return [*self._waiting, *self._running]
 
     @property
     def any(self) -> bool:
@@ -272,7 +279,7 @@ def _start(model: str) -> Any:  # noqa: ANN401 - vllm.LLM
     return LLM(
         model,
         dtype="float32",
-        max_model_len=LENGTH + MAX_TOKENS,
+        max_model_len=MAX_LENGTH,
         max_num_seqs=MAX_BATCH,
         max_num_batched_tokens=CHUNK,
         block_size=PAGE,

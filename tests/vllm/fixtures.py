@@ -54,6 +54,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 _ENGINE: dict[str, Any] = {}
 
 
+def close_kept() -> None:
+    """Close the engine that `one_at_a_time` keeps, if there is one."""
+    for old in _ENGINE.values():
+        old.close()
+    _ENGINE.clear()
+
+
 def one_at_a_time(kind: Callable[..., Any], models: Callable[[str], str]) -> Callable[..., Any]:
     """Return a function that makes engines and keeps one while tests ask for the same one."""
 
@@ -61,9 +68,7 @@ def one_at_a_time(kind: Callable[..., Any], models: Callable[[str], str]) -> Cal
         settings = {k: v for k, v in os.environ.items() if k.startswith("NWOR_") or k in SETTINGS}
         key = repr((model, sorted(options.items()), settings))
         if key not in _ENGINE:
-            for old in _ENGINE.values():
-                old.close()
-            _ENGINE.clear()
+            close_kept()
             _ENGINE[key] = kind(models(model), **options)
         return _ENGINE[key]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from doctor_configs import CHUNKED, GEMMA, HYBRID, LLAMA, MLA, RECURRENT, write_config
+from fixtures import close_kept
 from vllm.engine.arg_utils import EngineArgs
 
 from nwor.cli import doctor, doctor_model, main
@@ -22,6 +23,12 @@ GROUP = f"model: {EngineRefusal.GROUP}"
 NO_ROOM = f"model: {EngineRefusal.NO_ROOM}"
 BLOCK = 2 * 2 * 2 * 128 * 32 * 4
 """Bytes of a KV cache block of `LLAMA`: layers, K and V, heads, rows, dim, float32."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_engine() -> None:
+    """The doctor's process has no engine, whose ranks would do for dense models only."""
+    close_kept()
 
 
 @pytest.fixture(autouse=True)
